@@ -14,8 +14,8 @@ run can be stopped and resumed. Some sources need packages beside kit's:
 
     pip install --no-deps --target .peers transformers==5.13.1 peft==0.20.0 diffusers==0.38.0 timm==1.0.31
     pip install --no-deps --target .peers accelerate 'huggingface_hub<2' tokenizers==0.22.1 safetensors regex pillow
-    pip install --no-deps --target .peers scikit-learn joblib threadpoolctl
-    pip install --no-deps --target .peers torchvision==0.28.0  # of the same build, CPU or CUDA, as the torch here
+    pip install --no-deps --target .peers scikit-learn scipy joblib threadpoolctl
+    pip install --no-deps --target .peers torchvision==0.28.0  # of any build: none of its operators runs
 
 peft 0.20 does not know torchao 0.18: where that is installed, four of its methods cannot be made.
 """

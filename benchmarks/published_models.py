@@ -217,7 +217,21 @@ def classifier(configuration: Configuration) -> Loop:
     return Classifier(model, configuration)
 
 
+def name_operators_of_torchvision() -> None:
+    """Lets torchvision of another build than torch be imported, as that of most registries beside torch for the CPU.
+
+    Its own operators cannot be loaded then. Models here call none of them; their names are enough.
+    """
+    try:
+        import torchvision  # noqa: F401
+    except RuntimeError:
+        for name in ("nms", "qnms"):
+            operator = f"torchvision::{name}"
+            torch.library.define(operator, "(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
+
+
 def vision_transformer(configuration: Configuration) -> Loop:
+    name_operators_of_torchvision()
     from torchvision.models import vit_l_16
 
     model = vit_l_16()
@@ -226,6 +240,7 @@ def vision_transformer(configuration: Configuration) -> Loop:
 
 
 def timm_model(configuration: Configuration) -> Loop:
+    name_operators_of_torchvision()
     import timm
 
     timm.layers.set_fused_attn(False)  # scaled_dot_product_attention came with torch 2.0

@@ -55,7 +55,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake
 from kit.confinement.stand_ins import overridden, replaced
 from kit.memory.record.batches import Batches, TensorShape, Writer
 from kit.memory.record.fake_mode import forget_look
-from kit.memory.record.value_sizes import composite_kernels, lazy_parameters, shape_kernels
+from kit.memory.record.value_sizes import adaptive_softmax, composite_kernels, lazy_parameters, shape_kernels
 from kit.memory.replay.replay import GUESSED_CONDITION, UPPER_BOUND
 
 KNOWN_NUMEL = 4096
@@ -483,6 +483,7 @@ def fake_values(otherwise: str = "") -> Iterator[FakeValues]:
             if name.endswith("_") and not name.startswith("_") and callable(getattr(nn.init, name)):
                 undo.enter_context(replaced(nn.init, name, _initialised))
         undo.enter_context(composite_kernels(answers.assume))
+        undo.enter_context(adaptive_softmax(answers.assume))
         undo.enter_context(lazy_parameters())
         undo.enter_context(replaced(fake_tensor, "CONSTANT_NUMEL_LIMIT", KNOWN_NUMEL))
         undo.enter_context(replaced(FakeTensorMode, "invalidate_written_to_constants", _forgets_written))

@@ -8,6 +8,8 @@ one, each element is repeated once, rows are all different.
 of others and for which it reads lengths from memory: packed sequences, which recurrent layers take as the CPU does (on
 a GPU as `kit.memory.record.cuda` says), and the CTC loss.
 
+`adaptive_softmax` is for a layer that sorts its rows into clusters by their targets and counts them afterwards.
+
 `lazy_parameters` are those that get their shape with the first batch, of torch.nn.LazyLinear and the like. One without
 a shape is a real tensor without elements: torch cannot make it of a fake one. When it gets its shape a fake one takes
 its place wherever it is kept: in its module and, where it had none before the optimizer was made, in that.
@@ -254,6 +256,36 @@ class _PackedLayer(Function):
         made = [torch.empty_like(weight) for weight in weights[1:]]
         gates.pop()
         return None, None, torch.empty_like(data), torch.empty_like(weights[0]), *made
+
+
+# -- rows that a layer sorts by their targets
+
+
+@contextlib.contextmanager
+def adaptive_softmax(assume: Assume) -> Iterator[None]:
+    """Inside, `AdaptiveLogSoftmaxWithLoss` has targets where most memory is taken, if nobody knows them.
+
+    What rows take is a sum over clusters, so that no split of them takes more than all in the dearest. Of every other
+    cluster one class is taken, as far as there are rows: its weights have gradients too.
+    """
+    forward = nn.AdaptiveLogSoftmaxWithLoss.forward
+
+    def run(layer: nn.AdaptiveLogSoftmaxWithLoss, values: Tensor, target: Tensor) -> Any:
+        if target.dim() == 1 and known_values(target) is None:
+            firsts = [0, *layer.cutoffs[:-1]]
+            # Of each row: scores, their logarithms and gradient, its copy and what it is projected to.
+            tails: Any = layer.tail
+            taken = [0, *(2 * tail[1].weight.shape[0] + sum(tail[0].weight.shape) for tail in tails)]
+            dearest = max(range(len(firsts)), key=taken.__getitem__)
+            others = [first for first in firsts if first != firsts[dearest]]
+            assume(f"that most targets are classes from {firsts[dearest]} on, where they take most (an upper bound)")
+            rows = len(target)
+            numbers = (others[: rows - 1] + [firsts[dearest]] * rows)[:rows]
+            target = torch.tensor(numbers, dtype=target.dtype)
+        return forward(layer, values, target)
+
+    with replaced(nn.AdaptiveLogSoftmaxWithLoss, "forward", run):
+        yield
 
 
 # -- parameters whose shape comes with the first batch

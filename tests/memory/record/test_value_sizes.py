@@ -106,3 +106,25 @@ def test_unknown_lengths_are_the_longest_and_noted():
     assert recording.facts["unknown"] == ""
     notes = " ".join(recording.facts["notes"])
     assert all(word in notes for word in ("sequences", "targets", "repeated once", "rows", "equals the next"))
+
+
+@pytest.mark.parametrize(("below", "most"), [(1600, 1.001), (2000, 1.25), (400, 5.0)])
+def test_rows_of_unknown_targets_are_where_they_take_most(below, most):
+    """Of the last cluster, of all and of the first two: a bound, a quarter too high at most if most are in the last."""
+
+    def loss(layer, batch):
+        rows = batch.flatten(0, 1)
+        targets = 1999 - (1e4 * rows.abs().sum(1)).long() % below
+        targets = 1999 - targets if below == 400 else targets
+        targets[:2] = torch.tensor([1, 201])
+        return layer(rows, targets).loss
+
+    def make():
+        return Step(nn.AdaptiveLogSoftmaxWithLoss(32, 2000, [200, 400], div_value=1.0), loss)
+
+    data = {"train_dataloaders": DataLoader(Samples(lambda: torch.randn(40, 32)), batch_size=4)}
+    recording = predict(make, lambda: data, Config())
+    assert recording.facts["unknown"] == ""
+    assert "upper bound" in " ".join(recording.facts["notes"])
+    ratio = peak(recording) / measure(make, lambda: data, Config())
+    assert 1 <= ratio <= most
