@@ -46,8 +46,8 @@ def config_first(function: Callable[P, R]) -> Callable[P, R]:
             raise _no_config(name, config, f"call {name}(config, module, data)")
         if any(isinstance(one, Config) for one in others):
             raise ConfigError(f"{name} takes the Config first; call {name}(config, module, data)")
-        if others and _is_recipe(others[0]):
-            raise _no_config(name, others[0], f"call {name}(config, module, data)")
+        if others:
+            refuse_recipe(name, others[0], f"call {name}(config, module, data)")
         return function(config, *others, **named)  # type: ignore[arg-type]
 
     return call
@@ -67,8 +67,14 @@ def takes_config(function: Callable[P, R]) -> Callable[P, R]:
     return call
 
 
-def _is_recipe(given: object) -> bool:
-    return isinstance(given, str | os.PathLike) and str(given).endswith((".yaml", ".yml"))
+def refuse_recipe(name: str, given: object, way_out: str) -> None:
+    """Refuse the path of a recipe that stands where a config does; any other text may be an import path.
+
+    Raises:
+        ConfigError: for a path of a YAML file, with what reads it.
+    """
+    if isinstance(given, str | os.PathLike) and str(given).endswith((".yaml", ".yml")):
+        raise _no_config(name, given, way_out)
 
 
 def _no_config(name: str, given: object, way_out: str) -> ConfigError:

@@ -78,6 +78,17 @@ def test_a_fit_without_a_config_takes_the_defaults(tmp_path, monkeypatch):
     assert trial.config.name == kit.Config().name
 
 
+@pytest.mark.parametrize("shown", [kit.panel, kit.memory.panel])
+def test_a_panel_without_a_config_takes_the_defaults(shown, tmp_path, monkeypatch):
+    from kit.testing import TinyData, TinyModule
+
+    monkeypatch.chdir(tmp_path)
+    panel = shown(TinyModule, TinyData)
+    held = panel.config, panel._module, panel._data
+    panel.close()
+    assert held == (kit.Config(), TinyModule, TinyData)
+
+
 def test_a_recommendation_in_the_order_of_before_warns_and_works():
     from kit.testing import TinyData, TinyModule
 

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 import ipywidgets
 
+from kit.arguments import config_first
 from kit.charts import style as look
 from kit.charts.timeline import memory_figure
 from kit.config import Config
@@ -51,8 +52,9 @@ _NUMBER_WIDTH = "262px"
 _LARGEST, _LEAST_QUALITY = 2**31 - 1, 0.01
 
 
+@config_first
 def memory_panel(
-    config: Config | None = None,
+    config: Any = None,
     module: Any = None,
     data: Any = None,
     *,
@@ -80,7 +82,7 @@ def memory_panel(
         >>> shown = kit.memory.panel(config, device="A100-40GB")
         >>> shown.close()
     """
-    return MemoryPanel(config or Config(), module, data, device=device, cards=cards, sizes=sizes)
+    return MemoryPanel(config, module, data, device=device, cards=cards, sizes=sizes)
 
 
 class MemoryPanel(ConfigPanel):

@@ -22,7 +22,7 @@ from typing import Any
 
 import ipywidgets
 
-from kit.arguments import takes_config
+from kit.arguments import config_first
 from kit.charts.speed import breakdown_html
 from kit.committed.file import Committed
 from kit.config import Config
@@ -77,8 +77,8 @@ from kit.widgets.trial_view import TrialView
 _TICK_SECONDS = 0.05
 
 
-@takes_config
-def panel(config: Config | None = None, module: Any = None, data: Any = None) -> Panel:
+@config_first
+def panel(config: Any = None, module: Any = None, data: Any = None) -> Panel:
     """Show the whole kit as widgets for one config: a form, the chunk plan, memory, a live trial and its diagnosis.
 
     `close()` removes its widgets. They are also removed once no variable holds the panel, none of its trials runs, and
@@ -102,7 +102,7 @@ def panel(config: Config | None = None, module: Any = None, data: Any = None) ->
         True
         >>> shown.close()
     """
-    return Panel(config or Config(), module, data)
+    return Panel(config, module, data)
 
 
 class Panel(ConfigPanel):

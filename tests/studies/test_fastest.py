@@ -179,6 +179,8 @@ def test_what_chunks_of_a_loss_would_save_is_what_they_save(given):
 def test_what_is_kept_is_not_changed(given, ends):
     with pytest.raises(ConfigError, match="levers"):
         planned(given, ends[0], keep=["levers.no_such_field"])
+    one = planned(given, 2 * ends[0], keep="levers.gradient_checkpointing")
+    assert not any("levers.gradient_checkpointing" in dict(point.changes) for point in one.points)
     plan = planned(given, ends[1], keep=(*KEEP, "levers.gradient_checkpointing", "levers.sequence_chunk"))
     assert not plan.fits
     assert "too much" in plan.refusal

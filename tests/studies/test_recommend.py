@@ -6,6 +6,7 @@ import re
 import pytest
 from scaling_parts import Blocks, blocks_data, cpu_of
 
+from kit.config import Config
 from kit.errors import ConfigError, PlanError
 from kit.memory.alongside import fit
 from kit.studies.scaling import recommend as recommending
@@ -189,6 +190,19 @@ def test_what_is_no_target_is_refused_before_anything_runs(config, target):
         recommend(config(), target, Blocks, blocks_data)
 
 
-def test_what_is_no_config_is_refused():
+@pytest.mark.parametrize("given", ["recipe.yaml", {"name": "a"}])
+def test_what_is_no_config_is_refused(given):
     with pytest.raises(ConfigError, match="takes a Config"):
-        recommend(None, "T4", Blocks, blocks_data)
+        recommend(given, "T4", Blocks, blocks_data)
+
+
+def test_a_config_may_be_left_out():
+    device = cpu_of(1 << 34)
+    found = recommend(Blocks, blocks_data, device=device)
+    assert found.config == Config()
+    others = [
+        recommend(module=Blocks, data=blocks_data, device=device),
+        recommend(None, device, Blocks, blocks_data),
+        recommend(device, Blocks, blocks_data),
+    ]
+    assert [(other.config, needs(other.chosen)) for other in others] == [(Config(), needs(found.chosen))] * 3

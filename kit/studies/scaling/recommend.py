@@ -24,6 +24,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, Literal, overload
 
+from kit.arguments import refuse_recipe
 from kit.config import Config
 from kit.data.build.schedulers import advise_schedule
 from kit.errors import ConfigError, KitError, PlanError
@@ -53,19 +54,19 @@ from kit.units import format_bytes, format_seconds
 
 @overload
 def recommend(
-    config: Config, target: Any = None, module: Any = None, data: Any = None, *, device: Any = None,
-    devices: int | None = None, objective: Literal["change"] = "change", keep: Sequence[str] = (), confirm: bool = True,
-    trial: Any = None, timeout_seconds: float | None = None,
+    config: Any = None, target: Any = None, module: Any = None, data: Any = None, *, device: Any = None,
+    devices: int | None = None, objective: Literal["change"] = "change", keep: Sequence[str] | str = (),
+    confirm: bool = True, trial: Any = None, timeout_seconds: float | None = None,
 ) -> Recommendation: ...  # fmt: skip
 @overload
 def recommend(
-    config: Config, target: Any = None, module: Any = None, data: Any = None, *, device: Any = None,
-    devices: int | None = None, objective: Literal["speed"], keep: Sequence[str] = (), confirm: bool = True,
+    config: Any = None, target: Any = None, module: Any = None, data: Any = None, *, device: Any = None,
+    devices: int | None = None, objective: Literal["speed"], keep: Sequence[str] | str = (), confirm: bool = True,
     trial: Any = None, timeout_seconds: float | None = None,
 ) -> SpeedPlan: ...  # fmt: skip
 def recommend(
-    config: Config, target: Any = None, module: Any = None, data: Any = None, *, device: Any = None,
-    devices: int | None = None, objective: Literal["change", "speed"] = "change", keep: Sequence[str] = (),
+    config: Any = None, target: Any = None, module: Any = None, data: Any = None, *, device: Any = None,
+    devices: int | None = None, objective: Literal["change", "speed"] = "change", keep: Sequence[str] | str = (),
     confirm: bool = True, trial: Any = None, timeout_seconds: float | None = None,
 ) -> Recommendation | SpeedPlan:  # fmt: skip
     """Find the smallest change of a config that fits a target, or the fastest setting that does.
@@ -73,7 +74,7 @@ def recommend(
     Module and data may follow the config at once, as everywhere, where `device` is named.
 
     Args:
-        config: Where to start.
+        config: Where to start; the default config when left out.
         target: A device such as "H100-80GB" or "24 GiB", or a mapping such as `{"device": "A100-40GB", "devices": 8,
             "hours": 12, "money": 500, "prices": "AWS H100", "headroom_fraction": 0.05}`.
         module: What is trained, as `kit.fit` takes it.
@@ -83,7 +84,7 @@ def recommend(
         objective: "change" for the smallest change that fits; "speed" for the fastest setting that fits, over devices,
             strategy, precision, optimizer, batch and accumulation, and blocks to checkpoint, with the global batch as
             it was.
-        keep: Fields that "speed" must not change, such as `["hardware.precision"]`.
+        keep: A field that "speed" must not change, such as "hardware.precision", or several.
         confirm: Whether "speed" runs a trial of its answer where the device is here.
         trial: For "change": trials of this config, as `kit.studies.predict_run` takes them. A limit of time or money
             needs one.
@@ -95,7 +96,7 @@ def recommend(
         against time.
 
     Raises:
-        ConfigError, PlanError: for what is no config or target, and for a limit without a trial.
+        ConfigError, PlanError: for what is no config or target or field, and for a limit without a trial.
         KitError: what `kit.predict_memory` raises about the config as it is.
 
     Example:
@@ -109,8 +110,12 @@ def recommend(
         message = "recommend(module, data, config, target) is the order of kit 0.1; give recommend(config, target, ...)"
         warnings.warn(message, DeprecationWarning, stacklevel=2)
         config, target, module, data = module, data, config, target
-    if not isinstance(config, Config):
-        raise ConfigError(f"recommend takes a Config and a target, got {type(config).__name__}")
+    if config is not None and not isinstance(config, Config):
+        refuse_recipe("recommend", config, "call recommend(config, target, module, data)")
+        if data is not None:
+            raise ConfigError(f"recommend takes a Config and a target, got {type(config).__name__}")
+        config, target, module, data = None, config, target, module
+    config = Config() if config is None else config
     if device is not None:
         if target is not None:
             if data is not None:
@@ -124,7 +129,7 @@ def recommend(
         if goal.limited:
             raise PlanError(f"a limit of {goal.limits} belongs to objective='change', which counts hours and money")
         seconds = SPEED_SECONDS if timeout_seconds is None else timeout_seconds
-        return Fastest(config, module, data, goal, keep, seconds).answer(confirm)
+        return Fastest(config, module, data, goal, (keep,) if isinstance(keep, str) else keep, seconds).answer(confirm)
     if objective != "change":
         raise PlanError(f"objective is {objective!r}; give 'change' or 'speed'")
     if goal.limited and trial is None:
