@@ -140,6 +140,10 @@ CARDS: tuple[Card, ...] = (
 """GPU models by rising memory."""
 
 
+_HERE = frozenset({"cpu", "cuda", "gpu", "mps", "here", "auto", "local"})
+"""What torch and Lightning call a device of this machine, whichever it is."""
+
+
 def find_card(name: str) -> Card:
     """The card of that name; case, spaces and dashes do not count, nor does the size where a model has one size.
 
@@ -155,8 +159,16 @@ def find_card(name: str) -> Card:
         sizes = " and ".join(card.name for card in found)
         raise PlanError(f"{name!r} comes as {sizes}; say which")
     known = [card.name for card in CARDS]
-    close = difflib.get_close_matches(name.upper(), known, n=1, cutoff=0.5)
-    hint = f"did you mean {close[0]!r}?" if close else f"known are {', '.join(known)}."
+    words = set(re.findall(r"[a-z0-9]+", name.lower()))
+    alike = [card.name for card in CARDS if set(_model(card).lower().split("-")) <= words]
+    close = difflib.get_close_matches(name.upper(), [*known, THIS_MACHINE.upper()], n=1, cutoff=0.5)
+    if words & _HERE or close == [THIS_MACHINE.upper()]:
+        raise PlanError(f"{name!r} names no model; for what is here, did you mean {THIS_MACHINE!r}?")
+    if not words:
+        raise PlanError(f"{name!r} names no device; give a GPU model such as 'A100-40GB', or {THIS_MACHINE!r}")
+    # All sizes of the model that is named in other words ("A100 PCIe"), unless spelling tells which.
+    near = close if close and (close[0] in alike or not alike) else alike
+    hint = f"did you mean {' or '.join(map(repr, near))}?" if near else f"known are {', '.join(known)}."
     raise PlanError(f"{name!r} is no GPU model in the table; {hint} A size such as '24 GiB' is taken too")
 
 
@@ -201,6 +213,9 @@ def target_of(device: str | int | DeviceTarget, machine: Machine | None = None, 
         return device
     if isinstance(device, str) and device.strip().lower() == THIS_MACHINE:
         return _here(hardware() if machine is None else machine, world_size)
+    if isinstance(device, list | tuple | set | frozenset):
+        each = "ask for each in a loop: a dry run that serves several is made once"
+        raise PlanError(f"{device!r} is no device but a {type(device).__name__}; {each}")
     if isinstance(device, bool) or not isinstance(device, str | int):
         raise PlanError(f"{device!r} is no device; give one, such as 'A100-40GB', '24 GiB' or {THIS_MACHINE!r}")
     digits = str(device).strip()

@@ -1,5 +1,7 @@
 """Cards and targets: names people write, sizes, and this machine as NVML or the cgroup tells it."""
 
+import re
+
 import pytest
 
 from kit.errors import PlanError
@@ -61,8 +63,26 @@ def test_an_unknown_card_is_answered_with_the_closest():
         find_card("H1000-80GB")
     with pytest.raises(PlanError, match="known are .*T4-16GB"):
         find_card("abacus")
-    with pytest.raises(PlanError, match="no GPU model"):
+    with pytest.raises(PlanError, match="names no device"):
         find_card("")
+
+
+@pytest.mark.parametrize(
+    ("written", "meant"),
+    [
+        *[(name, ["this machine"]) for name in ("cpu", "CPU", "cuda", "cuda:0", "gpu", "mps", "this maschine")],
+        ("", ["A100-40GB", "this machine"]),
+        ("H100 SXM", ["H100-80GB"]),
+        ("A100 PCIe", ["A100-40GB", "A100-80GB"]),
+        ("NVIDIA A100-SXM4-40GB", ["A100-40GB"]),
+        ("L40S PCIe", ["L40S-48GB"]),
+        ("RTX 6000 Ada Generation", ["RTX-6000-Ada-48GB"]),
+    ],
+)
+def test_a_device_named_in_other_words_is_answered_with_what_is_meant(written, meant):
+    with pytest.raises(PlanError) as refused:
+        target_of(written)
+    assert re.findall(r"'([^']*)'", str(refused.value).removeprefix(repr(written)))[: len(meant)] == meant
 
 
 def test_cublas_takes_what_torch_chooses_for_the_capability():
@@ -131,7 +151,7 @@ def test_this_machine_can_be_asked_for_real():
 
 @pytest.mark.parametrize(
     ("device", "hint"),
-    [("4090", "RTX-4090-24GB"), (24, "'24 GiB'"), (None, "None is no device"), (24.0, "24.0 is"), (["T4"], "give one")],
+    [("4090", "RTX-4090-24GB"), (24, "'24 GiB'"), (None, "None is no device"), (24.0, "24.0 is"), (["T4"], "loop")],
 )
 def test_a_number_without_its_unit_and_what_is_no_device_are_answered(device, hint):
     with pytest.raises(PlanError, match=hint):
