@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import functools
 import inspect
+import numbers
 import os
 import warnings
 from collections.abc import Callable
 from typing import Any, ParamSpec, TypeVar
 
 from kit.config import Config
-from kit.errors import ConfigError
+from kit.errors import ConfigError, Problem
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -51,6 +52,18 @@ def config_first(function: Callable[P, R]) -> Callable[P, R]:
         return function(config, *others, **named)  # type: ignore[arg-type]
 
     return call
+
+
+def check_count(name: str, given: Any, most: int) -> None:
+    """Refuse what is no whole number of devices or ranks, under the name that the user wrote.
+
+    Raises:
+        ConfigError: for what is no whole number, and for one below 1 or above `most`.
+    """
+    if isinstance(given, bool) or not isinstance(given, numbers.Integral):
+        raise ConfigError([Problem(name, f"{given!r} is no whole number; give one from 1 to {most:,}")])
+    if not 1 <= int(given) <= most:
+        raise ConfigError([Problem(name, f"is {given}; give a number from 1 to {most:,}")])
 
 
 def takes_config(function: Callable[P, R]) -> Callable[P, R]:

@@ -114,3 +114,16 @@ def test_what_takes_a_trial_or_a_config_also_takes_data_by_name(given, named, ex
 def test_what_is_given_twice_is_refused():
     with pytest.raises(ConfigError, match="data="):
         RunSource.of((CONFIG, "module", "data"), data="other")
+
+
+@pytest.mark.parametrize("given", ["8", -1, 0, 2.5, True, "all"])
+def test_a_count_that_is_none_is_refused_by_the_name_it_was_given_by(given):
+    from kit.testing import TinyData, TinyModule
+
+    with pytest.raises(ConfigError, match=f"^devices: .*{given!s}.*from 1 to 1,024"):
+        kit.predict_speed(TinyModule, TinyData, device="T4-16GB", devices=given)
+    with pytest.raises(ConfigError, match=f"^world_size: .*{given!s}.*from 1 to 1,024"):
+        kit.predict_memory(TinyModule, TinyData, device="T4-16GB", world_size=given)
+    for several in (given, [1, given]):
+        with pytest.raises(ConfigError, match=f"^devices: .*{given!s}.*from 1 to 4,096"):
+            kit.studies.predict_run(None, devices=several)

@@ -31,6 +31,7 @@ from typing import Any
 
 import cloudpickle
 
+from kit.arguments import check_count
 from kit.config import Config
 from kit.errors import ConfigError, HardwareError, Problem
 from kit.machine.machine import Machine, hardware
@@ -219,8 +220,7 @@ def ranks_of(config: Config, world_size: int | None = None) -> int:
         if not world_size:
             message = f"-1 (all) with {hardware.strategy} is no number of ranks to predict for; give world_size="
             raise ConfigError([Problem("hardware.devices", message)])
-    if not 1 <= world_size <= MOST_RANKS:
-        raise ConfigError([Problem("world_size", f"{world_size} ranks; predictions go from 1 to {MOST_RANKS}")])
+    check_count("world_size", world_size, MOST_RANKS)
     if hardware.strategy == "none" and world_size > 1:
         raise ConfigError([Problem("hardware.strategy", f"none uses one device, not {world_size}; use ddp or fsdp")])
     if shards and shards[0] * shards[1] != world_size:

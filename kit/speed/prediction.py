@@ -17,12 +17,12 @@ from typing import Any
 
 import numpy as np
 
-from kit.arguments import config_first
+from kit.arguments import check_count, config_first
 from kit.chunks.cost import LayoutCost
 from kit.config import Config
 from kit.errors import KitError
 from kit.json_text import write_json
-from kit.memory.query import MemoryQuery, make_query
+from kit.memory.query import MOST_RANKS, MemoryQuery, make_query
 from kit.memory.recordings import RecordingRequest, recordings_of
 from kit.memory.replay.cards import CARDS, THIS_MACHINE, DeviceTarget, target_of
 from kit.memory.replay.estimate import MemoryEstimate
@@ -88,6 +88,8 @@ def predict_speed(
         True
     """
     reasons: list[str] = []
+    if devices is not None:
+        check_count("devices", devices, MOST_RANKS)
     if devices is not None and devices > 1 and config.hardware.strategy == "none":
         config = config.replace({"hardware.strategy": "ddp", "hardware.devices": devices})
         reasons.append(f"{devices} devices have no strategy in the config, so each has a copy of the model (ddp)")

@@ -136,6 +136,7 @@ def test_what_cannot_be_foretold_is_refused(config, one):
     for devices in ([], [0], [5000]):
         with pytest.raises(ConfigError, match="devices"):
             predict_run(one, devices=devices)
+    assert [row.devices for row in predict_run(one, devices=2, memory=False).rows] == [2]
     with pytest.raises(ConfigError, match="epochs"):
         predict_run(one, epochs=0)
     with pytest.raises(ConfigError, match="none to predict"):

@@ -213,7 +213,7 @@ def target_of(device: str | int | DeviceTarget, machine: Machine | None = None, 
         return device
     if isinstance(device, str) and device.strip().lower() == THIS_MACHINE:
         return _here(hardware() if machine is None else machine, world_size)
-    if isinstance(device, list | tuple | set | frozenset):
+    if type(device).__name__ in ("list", "tuple", "set"):
         each = "ask for each in a loop: a dry run that serves several is made once"
         raise PlanError(f"{device!r} is no device but a {type(device).__name__}; {each}")
     if isinstance(device, bool) or not isinstance(device, str | int):

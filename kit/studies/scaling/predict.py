@@ -15,11 +15,12 @@ from __future__ import annotations
 import csv
 import io
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from kit.arguments import check_count
 from kit.errors import ConfigError, KitError, PlanError, Problem
 from kit.machine.machine import hardware
 from kit.memory.prediction import predict_memory
@@ -53,7 +54,7 @@ _HOUR = 3600.0
 def predict_run(
     runs: Any,
     *,
-    devices: Sequence[int] = DEVICES,
+    devices: Sequence[int] | int = DEVICES,
     epochs: int | None = None,
     samples_per_epoch: int | None = None,
     prices: float | str | Mapping[str, Any] | RunPrices | None = None,
@@ -73,7 +74,7 @@ def predict_run(
     Args:
         runs: A trial, a run directory or a row of `kit.results()`; or, before any trial, what `kit.predict_speed`
             answers. Several, on different numbers of devices, correct the formulas by what more devices really cost.
-        devices: The numbers of devices.
+        devices: The numbers of devices, or one.
         epochs: Epochs of the run. None takes the config's `training.max_steps` or `training.max_epochs`.
         samples_per_epoch: Samples of an epoch. None takes what the config or the loader says.
         prices: A price for a device-hour, the name of an example in `kit.studies.scaling.bill.PRICES`, or a mapping
@@ -103,9 +104,12 @@ def predict_run(
         >>> [row.devices for row in run.rows]
         [1, 2]
     """
-    counts = sorted(set(devices))
-    if not counts or counts[0] < 1 or counts[-1] > MOST_DEVICES:
-        raise ConfigError([Problem("devices", f"{list(devices)}; give numbers from 1 to {MOST_DEVICES}")])
+    asked: Any = devices  # by a user, who may give anything
+    several = isinstance(asked, Collection) and not isinstance(asked, str) and len(asked) > 0
+    given = [*asked] if several else [asked]
+    for count in given:
+        check_count("devices", count, MOST_DEVICES)
+    counts = sorted({*given})
     found = measure(runs)
     training = found.config.training
     steps = training.max_steps if epochs is None else 0
