@@ -28,7 +28,7 @@ from lightning.pytorch.utilities import CombinedLoader
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
 from torch.nn.utils.rnn import PackedSequence
-from torch.utils.data import BatchSampler, DataLoader, IterableDataset
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler
 
 from kit.config import Config
 from kit.data.build.open_source import load_source
@@ -68,7 +68,7 @@ def look_for_real(loader: Any, batch_size: int | None = None) -> Batches:
     """
     size = batch_size or own_batch_size(loader)
     if size is not None and isinstance(loader, DataLoader) and loader.batch_sampler is not None:
-        found = largest_samples(loader)
+        found = _collatable(loader, size)
         chosen = list(itertools.islice(itertools.cycle(found.candidates), size))
         if not found.notes:  # all of one size: then as different as they are
             data: Any = loader.dataset
@@ -98,7 +98,7 @@ def own_batch_size(loader: Any) -> int | None:
 
 
 def _from_samples(loader: DataLoader[Any], size: int) -> Batches:
-    samples = largest_samples(loader)
+    samples = _collatable(loader, size)
     collate: Callable[[list[Any]], Any] = loader.collate_fn
     few = len(samples.candidates)
 
@@ -121,6 +121,27 @@ def _from_samples(loader: DataLoader[Any], size: int) -> Batches:
             raise ConfigError([Problem("data", message)])
         grown = collated(size)
     return replace(grown, notes=samples.notes + grown.notes)
+
+
+def _collatable(loader: DataLoader[Any], size: int) -> Samples:
+    """The largest samples.
+
+    Raises:
+        ConfigError: when the loader's own function cannot collate two unlike ones and batches have such, as they are
+            drawn at random. Another sampler may put like ones together, which is then a note.
+    """
+    samples = largest_samples(loader)
+    if samples.unlike and size > 1:
+        try:
+            loader.collate_fn(list(samples.unlike))
+        except Exception as error:
+            cause = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
+            told = f"samples that differ in size fit no batch ({cause})"
+            if type(loader.sampler) is RandomSampler:
+                message = f"{told}; give the DataLoader a collate_fn that pads them, or make them of one size"
+                raise ConfigError([Problem("data", message)]) from error
+            return replace(samples, notes=(*samples.notes, f"{told}: batches were taken to be of one size"))
+    return samples
 
 
 def _extrapolated(probes: Sequence[Batches], size: int) -> Batches | None:
@@ -478,6 +499,8 @@ class Samples:
 
     candidates: list[Any]
     notes: tuple[str, ...] = ()
+    unlike: tuple[Any, ...] = ()
+    """The largest and the smallest of the first ones, where these differ."""
 
 
 def largest_samples(loader: DataLoader[Any]) -> Samples:
@@ -498,6 +521,7 @@ def largest_samples(loader: DataLoader[Any]) -> Samples:
         raise ConfigError([Problem("data", "the loader yields no samples; there must be one to look at")])
     if len(sizes) == 1:
         return Samples([*sizes.values()])
+    smallest = min(sizes.items(), key=lambda item: _numel(item[0]))[1]
     for sample in within(samples, total or _ENDLESS, SCAN_SECONDS):
         looked += 1
         sizes.setdefault(_sizes(sample), sample)
@@ -506,7 +530,8 @@ def largest_samples(loader: DataLoader[Any]) -> Samples:
             sizes = {size: sample for size, sample in sizes.items() if size in kept}
     of = f" of {total}" if total is not None else ""
     note = f"samples differ in size: every one is as long as the longest of {looked}{of}"
-    return Samples([sample for _, sample in _candidates(sizes)], (note,))
+    candidates = [sample for _, sample in _candidates(sizes)]
+    return Samples(candidates, (note,), (candidates[0], smallest))
 
 
 def _spread_over(dataset: Any, loader: DataLoader[Any], total: int) -> Iterator[Any]:
@@ -534,9 +559,13 @@ def within(values: Iterable[Any], count: int, seconds: float) -> Iterator[Any]:
             return
 
 
+def _numel(sizes: Sizes) -> int:
+    return sum(map(math.prod, sizes))
+
+
 def _candidates(sizes: Mapping[Sizes, Any]) -> list[tuple[Sizes, Any]]:
     """The largest sample first, then those that are the largest in one of their parts."""
-    chosen = [max(sizes, key=lambda size: sum(map(math.prod, size)))]
+    chosen = [max(sizes, key=_numel)]
     alike = [size for size in sizes if len(size) == len(chosen[0])]
     for part in range(len(chosen[0])):
         for axis in range(len(chosen[0][part])):

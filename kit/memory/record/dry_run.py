@@ -144,7 +144,7 @@ def record(
             enter(garbage_collection_paused())  # cycles go between batches: equal runs free equal blocks at equal times
             if run.for_real:
                 answers = FakeValues()
-                enter(replaced(torch, "compile", answers.compiled))
+                enter(answers.compiling_left_out())
             else:
                 enter(eight_bit_on_fakes(run.config.levers.optimizer == "adamw-8bit"))
                 answers = enter(fake_values(otherwise))
@@ -200,7 +200,7 @@ def _recorded(
         answers.progress = recorder.progress
         module = make_module()
         if any(type(part).__name__ == "OptimizedModule" or part._compiled_call_impl for part in module.modules()):
-            answers.compiled(module)  # what was compiled runs eagerly: torch skips compiled code under a recorder
+            answers.compiled(module)
         marker = StepMarker(recorder, stages_after(run.config, module, data.get("datamodule")))
         trainer = make_trainer(
             run.config,

@@ -24,7 +24,9 @@ bytes, and by 64 more where they would be a multiple of 256 values. Compared wit
 meanwhile, of which a part is only known as measured, within a twentieth or 40 KiB, on CPUs without tiles (AMX).
 
 Private parts of torch used here, all tested on its upgrade: `fake_impls.op_implementations_dict` and `constructors`,
-`FakeTensor.constant` with what `FakeTensorMode` does about it, and `nn.Module._apply`.
+`FakeTensor.constant` with what `FakeTensorMode` does about it, `nn.Module._apply`, and `_callback_from_stance` and
+`compile_wrapper` of `torch._dynamo.eval_frame`, through which all compiled code runs. (`torch.compiler.set_stance`
+would do the same, but imports the compiler, and says nothing of what ran.)
 """
 
 from __future__ import annotations
@@ -77,6 +79,9 @@ _LIGHTNING = str(Path(lightning.__file__).parent) + os.sep
 _ASKING = tuple(_TORCH + part + os.sep for part in ("amp", "autograd", "distributed", "nn", "optim", "utils"))
 _OPTIMIZERS = _TORCH + "optim" + os.sep
 _CARRYING = tuple(f"{_TORCH}utils{os.sep}{part}" for part in ("_python_dispatch.py", "_stats.py", "_pytree.py"))
+
+_COMPILER = "torch._dynamo.eval_frame"
+_NOT_COMPILED = "torch.compile was left out: memory without it is an upper bound"
 
 
 class FakeValues:
@@ -219,7 +224,7 @@ class FakeValues:
 
     def compiled(self, model: Any = None, **_options: Any) -> Any:
         """`torch.compile` that leaves the model as it is, and knows while it runs."""
-        self.notes.setdefault("torch.compile was left out: memory without it is an upper bound")
+        self.notes.setdefault(_NOT_COMPILED)
         if model is None:
             return self.compiled
         if isinstance(model, nn.Module):
@@ -236,15 +241,39 @@ class FakeValues:
 
         return run
 
+    @contextlib.contextmanager
+    def compiling_left_out(self) -> Iterator[None]:
+        """Inside, nothing is compiled: neither what is asked for now nor what was before, as a decorated function."""
+        with contextlib.ExitStack() as undo:
+            undo.enter_context(replaced(torch, "compile", self.compiled))
+            if compiler := sys.modules.get(_COMPILER):  # else nothing was compiled before
+                undo.enter_context(replaced(compiler, "_callback_from_stance", self._runs_eagerly))
+            yield
+
+    def _runs_eagerly(self, callback: Any) -> None:
+        """What torch asks for a compiler when compiled code is called; it is none."""
+        if callable(callback):  # none for what torch itself keeps from being compiled
+            self.notes.setdefault(_NOT_COMPILED)
+
     def is_compiled(self) -> bool:
         """Whether what runs now would be compiled."""
-        return self._whole_compiled or self._in_compiled > 0
+        return self._whole_compiled or self._in_compiled > 0 or _runs_compiled()
 
     def _guess(self, sentence: str, place: str) -> bool:
         """Keep a guess; whether it is the one that is answered otherwise."""
         if place:
             self.guesses.setdefault(sentence)
         return bool(place) and sentence == self.otherwise
+
+
+def _runs_compiled() -> bool:
+    """Whether what calls was compiled before the recording."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        if frame.f_code.co_name == "compile_wrapper" and frame.f_globals["__name__"] == _COMPILER:
+            return True
+        frame = frame.f_back
+    return False
 
 
 def _place(of_optimizers: bool = False, asking: tuple[str, ...] = _ASKING) -> str:
@@ -490,7 +519,7 @@ def fake_values(otherwise: str = "") -> Iterator[FakeValues]:
         converter, name = fake_tensor.FakeTensorConverter, "invalidate_constant_aliases"
         undo.enter_context(replaced(converter, name, _invalidating(converter.invalidate_constant_aliases)))
         undo.enter_context(replaced(FakeTensorMode, "create_symbolic_nested_int", _ragged))
-        undo.enter_context(replaced(torch, "compile", answers.compiled))
+        undo.enter_context(answers.compiling_left_out())
         undo.enter_context(overridden(nn.Module, "_apply", _applying(nn.Module._apply)))
         for name, method in (
             ("__deepcopy__", _copied),

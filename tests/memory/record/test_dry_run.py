@@ -241,6 +241,57 @@ def test_a_compiled_module_runs_as_it_is_written():
     assert peak(compiled) == peak(predict(Perceptron, lambda: loader(vectors), config()))
 
 
+GRAPHS = []
+
+
+def kept(graph, _):
+    """A compiler that says what it was given."""
+    GRAPHS.append(graph)
+    return graph
+
+
+@torch.compile(backend=kept)
+def twice(values):
+    return values * 2
+
+
+class CompiledBefore(Perceptron):
+    def __init__(self, way):
+        super().__init__()
+        self.way = way
+        if way == "child":
+            self.layers = torch.compile(self.layers, backend=kept)
+        elif way == "method":
+            self.layers.compile(backend=kept)
+        elif way == "whole":
+            self.compile(backend=kept)
+
+    def training_step(self, batch, batch_idx):
+        loss = super().training_step(batch, batch_idx)
+        return twice(loss) if self.way == "function" else loss * 2
+
+
+@pytest.mark.parametrize("way", ["child", "method", "whole", "function"])
+def test_what_was_compiled_before_is_not_compiled_in_a_dry_run(way):
+    before, plain = CompiledBefore(way), CompiledBefore("")
+    compiled = predict(lambda: before, lambda: loader(vectors), config())
+    assert GRAPHS == []
+    assert compiled.facts["unknown"] == ""
+    (note,) = compiled.facts["notes"]
+    assert note.startswith("torch.compile")
+    assert peak(compiled) == peak(predict(lambda: plain, lambda: loader(vectors), config()))
+
+
+def test_what_is_compiled_is_compiled_again_after_a_dry_run():
+    predict(Perceptron, lambda: loader(vectors), config())
+    try:
+        assert twice(torch.ones(3)).tolist() == [2, 2, 2]
+        assert len(GRAPHS) == 1
+    finally:
+        GRAPHS.clear()
+        torch.compiler.reset()
+
+
 def test_a_condition_of_bytes_is_taken_as_a_kernel_takes_it():
     class Chosen(Perceptron):
         def loss(self, batch):

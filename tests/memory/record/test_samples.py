@@ -1,10 +1,11 @@
 import pytest
 import torch
+from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from kit.errors import ConfigError
 from kit.memory.record import batches
-from kit.memory.record.batches import FIRST_SAMPLES, largest_samples, within
+from kit.memory.record.batches import FIRST_SAMPLES, largest_samples, look_at, look_for_real, within
 
 
 class Lengths(Dataset):
@@ -82,6 +83,23 @@ def test_data_indexed_by_names_are_asked_through_their_sampler():
 def test_no_samples_are_refused():
     with pytest.raises(ConfigError, match="no samples"):
         largest_samples(DataLoader(Lengths([])))
+
+
+@pytest.mark.parametrize("look", [look_at, look_for_real])
+def test_samples_that_fit_no_batch_are_refused_where_they_are_drawn_at_random(look):
+    data = Lengths([3, 5, 4, 5])
+    with pytest.raises(ConfigError, match=r"equal size.*collate_fn"):
+        look(DataLoader(data, batch_size=2, shuffle=True))
+    assert look(DataLoader(data, batch_size=1, shuffle=True)).tensors[0].shape == (1, 5)
+    in_order = look(DataLoader(data, batch_size=2))
+    assert in_order.tensors[0].shape == (2, 5)
+    assert "equal size" in in_order.notes[-1]
+
+
+def test_samples_that_are_padded_fit_a_batch():
+    padded = look_at(DataLoader(Lengths([3, 5, 4, 5]), 2, shuffle=True, collate_fn=pad_sequence))
+    assert padded.tensors[0].shape == (5, 2)
+    assert len(padded.notes) == 1
 
 
 def test_at_least_one_value_is_looked_at():
