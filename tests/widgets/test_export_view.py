@@ -80,7 +80,7 @@ def test_a_file_of_others_is_kept(small, tmp_path):
     assert "no export" in view.words.value
     assert (tmp_path / "small.csv").read_text() == "mine, not yours\n"
     with pytest.raises(ConfigError, match="cannot write"):
-        view.export(tmp_path / "none" / "small.csv")
+        view.export(tmp_path / "small.csv" / "none.csv")
 
 
 def test_a_panel_shows_the_trials_of_its_experiment_when_there_are_some(small, tmp_path):

@@ -225,9 +225,12 @@ def _spread(args: Sequence[Any], _: Any) -> int:
     return 0 if args[0].is_contiguous() else int(args[0].numel() * args[0].element_size())
 
 
-def _spread_in_floats(args: Sequence[Any], options: Any) -> int:
-    """The same of oneDNN's kernel, which takes float32; those of other types read such a gradient where it lies."""
-    return _spread(args, options) if args[0].dtype == torch.float32 else 0
+def _spread_for_onednn(args: Sequence[Any], options: Any) -> int:
+    """The same of oneDNN's kernel, which takes float32, and bfloat16 where the processor has instructions for it; those
+    of other types read such a gradient where it lies."""
+    dtype = args[0].dtype
+    taken = dtype == torch.float32 or (dtype == torch.bfloat16 and torch.ops.mkldnn._is_mkldnn_bf16_supported())
+    return _spread(args, options) if taken else 0
 
 
 PUTS = ("index_put", "index_put_", "_unsafe_index_put", "_index_put_impl_")
@@ -498,7 +501,7 @@ ON_THE_CPU: dict[str, Rule] = {
     **dict.fromkeys(("max_pool2d_with_indices_backward", "max_pool3d_with_indices_backward"), _one_layout(7)),
     **dict.fromkeys(("adaptive_max_pool2d_backward", "adaptive_max_pool3d_backward"), _one_layout(2)),
     **dict.fromkeys(("pixel_shuffle", "pixel_unshuffle", "_fft_r2c"), _spread),
-    "gelu_backward": _spread_in_floats,
+    "gelu_backward": _spread_for_onednn,
     "_fft_c2r": _several_axes,
     "unfold_backward": lambda args, _: _INT64 * int(args[1][args[2]]),
     "_embedding_bag": _bag,

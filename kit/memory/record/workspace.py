@@ -187,9 +187,9 @@ def _convolution(args: Sequence[Any], out: Tensor) -> int:
         return _unrolled_convolution(args, out)
     if _needs_no_copy(values, weight, (*args[3], *args[5])):
         return 0
-    result = _blocked(out)
-    copies = _copied(values) + _blocked(weight, 2)
-    return max(copies + result - int(out.nbytes), (2 if args[6] else 1) * result)
+    result, transposed = _blocked(out), bool(args[6])
+    copies = (_blocked(values) if transposed else _copied(values)) + _blocked(weight, 2)
+    return max(copies + result - int(out.nbytes), (2 if transposed else 1) * result)
 
 
 def _convolution_backward(args: Sequence[Any], out: Any) -> int:
@@ -204,10 +204,13 @@ def _convolution_backward(args: Sequence[Any], out: Any) -> int:
     inner = int(values.nbytes) if args[10][0] else 0
     # One that is one number spread out is written out first.
     spread = int(gradient.numel() * gradient.element_size()) if is_spread_out(gradient) else 0
-    first = _blocked(gradient) + _blocked(weight, 2) + _blocked(values) if inner else 0
-    weights = _blocked(weight, 2)
-    # Without AVX-512 few channels are copied too.
-    second = inner + _blocked(gradient) + (_copied(values) if _LANES > _FEWEST_BLOCKED else _blocked(values)) + weights
+    # The gradient of one is the result of the other: what a transposed one reads forward, it writes backward.
+    read, written = (gradient, values) if args[7] else (values, gradient)
+    first = (_copied(gradient) if args[7] else _blocked(gradient)) + _blocked(weight, 2) + _blocked(values)
+    first = first if inner else 0
+    lanes = _lanes_of_weights(read)
+    weights = _blocked(weight, 2, lanes)
+    second = inner + (_blocked(read, 1, lanes) if lanes else 0) + _blocked(written, 1, lanes) + weights
     if weight.element_size() < _FLOAT32:
         # The weight's gradient in float32, and one sample of each operand turned around for every thread.
         turned = math.prod(weight.shape[2:]) > 1 and weight.shape[1] > 1
@@ -228,15 +231,24 @@ def _needs_no_copy(values: Tensor, weight: Tensor, steps: Sequence[int]) -> bool
 
 def _copied(values: Tensor) -> int:
     """The input's copy; few channels are read as they lie."""
-    return _blocked(values) if values.shape[1] >= _FEWEST_BLOCKED else 0
+    return _blocked(values) if values.shape[1] >= _LANES else 0
 
 
-def _blocked(tensor: Tensor, axes: int = 1) -> int:
+def _lanes_of_weights(read: Tensor) -> int:
+    """How wide the gradient of a weight is computed: few channels by narrower kernels, and up to three, which AVX-512
+    reads as they lie, by those that take them so (0)."""
+    channels = read.shape[1]
+    if _LANES == _NARROW or channels >= _LANES:
+        return _LANES
+    return 0 if channels <= _COLOURS else _NARROW
+
+
+def _blocked(tensor: Tensor, axes: int = 1, lanes: int = 0) -> int:
     """Bytes with channels (axis 1, and axis 0 of a weight) rounded up to the width of the vector unit."""
     shape = list(tensor.shape)
     for axis in (1, 0)[:axes]:
         if shape[axis] > 1 or axes == 1:
-            shape[axis] = _round_up(shape[axis], _LANES)
+            shape[axis] = _round_up(shape[axis], lanes or _LANES)
     return math.prod(shape) * tensor.element_size()
 
 
@@ -306,7 +318,7 @@ def _eight_bit_step(args: Sequence[Any], _: Any) -> int:
 
 
 _LANES = 16 if "AVX512" in torch.backends.cpu.get_cpu_capability() else 8
-_FEWEST_BLOCKED = 8
+_NARROW, _COLOURS = 8, 3
 _VOLUME_AXES = 5
 _FEW_SAMPLES = 16
 
