@@ -83,8 +83,7 @@ def test_a_store_on_azure_that_nobody_holds_is_closed(blobs):
     fs, session = weakref.ref(store.fs), store.fs.service_client._pipeline._transport.session
     assert not session.closed
     del store
-    gc.collect()
-    assert fs() is None
+    wait_until(lambda: gc.collect() >= 0 and fs() is None, what="letting go of the store")  # twice with Python 3.12
     wait_until(lambda: session.closed, what="closing the connections")
 
 
