@@ -1148,7 +1148,8 @@ def _message(path: str, info: FieldInfo | None, detail: Mapping[str, Any]) -> st
     if info.kind in ("choice", "devices", "layout") or kind == "string_pattern_mismatch":
         given = value if isinstance(value, str) else ""
         meant = _MEANT.get((path, given.lower()))
-        close = [meant] if meant else difflib.get_close_matches(given, info.choices, n=1)
+        spelled = {choice.lower(): choice for choice in info.choices}
+        close = [meant] if meant else [spelled[one] for one in difflib.get_close_matches(given.lower(), spelled, n=1)]
         return f"{shown} is not accepted" + (f"; did you mean {close[0]!r}?" if close else f". {info.help}")
     return f"{text}, got {shown}. {info.help}"
 

@@ -89,6 +89,7 @@ def test_any_text_is_a_config_or_one_clear_error(text):
         ("name: 017", "name", "got 17"),
         ("name: ../x", "name", "lower-case letters"),
         ("hardware: {strategy: dpp}", "hardware.strategy", "did you mean 'ddp'"),
+        ("hardware: {strategy: DDP}", "hardware.strategy", "did you mean 'ddp'"),
         ("hardware: {precision: bf16}", "hardware.precision", "did you mean 'bf16-mixed'"),
         ("hardware: {precision: 16-true}", "hardware.precision", "nan; use 16-mixed"),
         ("hardware: {devices: foo}", "hardware.devices", "'foo' .*accepted"),

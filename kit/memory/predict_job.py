@@ -286,7 +286,7 @@ class RealSteps:
         try:
             found, source = self._ran(dry)
         except NotRunError as error:
-            also = ", and run for real on the CPU" + ("" if str(error) == stopped else f": {error}")
+            also = "; so it did when run for real on the CPU" + ("" if str(error) == stopped else f": {error}")
             facts = {"unknown": stopped + also, "late": bool(self._patience.message or dry.facts.get("late"))}
             return dataclasses.replace(dry, facts=dry.facts | facts)
         self.failed = False
