@@ -169,7 +169,9 @@ def _draw_time(axes: Axes, run: BigRun) -> None:
         axes.plot(*zip(*measured, strict=True), "+", color=look.INK, markersize=9, mew=1.4, label="measured")
     axes.set_xticks(counts, [str(count) for count in counts])
     axes.minorticks_off()
-    ticks, least, most = sorted(_ROUND_SECONDS), min(low), max(high)
+    # Trials that differ by more than what they took leave a range that begins at nothing, which has no place here.
+    least = min((one for one in low if one > 0), default=min(row.total_seconds for row in run.rows))
+    ticks, most = sorted(_ROUND_SECONDS), max(high)
     begin = max(0, bisect_right(ticks, least) - 1)  # from the last round time below to the first above
     shown = ticks[begin : max(bisect_left(ticks, most), begin + 1) + 1]
     axes.set_ylim(min(shown[0], least), max(shown[-1], most))

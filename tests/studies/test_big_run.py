@@ -1,6 +1,7 @@
 """predict_run from real trials: what stands in a row, what is measured beside it, and what is refused."""
 
 import csv
+import dataclasses
 import io
 import math
 
@@ -122,6 +123,13 @@ def test_a_table_goes_to_csv_and_a_chart(one, tmp_path):
     assert cost.get_title(loc="left") == "money"
     assert len(cost.patches) == 3
     assert "perfect scaling" in {label.get_text() for label in time.get_legend().get_texts()}
+
+
+def test_a_range_that_begins_at_nothing_is_drawn(one):
+    run = predict_run(one, devices=[1, 2], memory=False)
+    vague = dataclasses.replace(run, rows=[dataclasses.replace(row, low_seconds=0.0) for row in run.rows])
+    time = scaling_figure(vague).axes[0]
+    assert 0 < time.get_ylim()[0] <= min(row.total_seconds for row in run.rows)
 
 
 @pytest.mark.parametrize(
