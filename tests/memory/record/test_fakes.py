@@ -4,6 +4,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from dry_parts import asserted
 from torch import nn
 from torch._subclasses import fake_impls
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
@@ -83,10 +84,6 @@ def _check(good):
         raise ValueError
 
 
-def _asserted(x):
-    assert (x > 0).all(), "positive"
-
-
 def _raised(x):
     if not (x.abs().sum() > 0):
         raise ValueError
@@ -105,7 +102,7 @@ def _refused(x):
 
 
 @pytest.mark.parametrize("guard", [
-    lambda x: _check((x > 0).all()), _asserted, _raised, _raised_otherwise, _refused,
+    lambda x: _check((x > 0).all()), asserted, _raised, _raised_otherwise, _refused,
     lambda x: torch.distributions.Normal(x, x),
 ])  # fmt: skip
 def test_a_guard_lets_the_code_go_on(answers, guard):
