@@ -263,7 +263,7 @@ class DatabaseTable:
             field = "where"
             session.check(database.relation, "", [declared.where])
         except failures as error:
-            hint = self._other_tables(session) if field == "table" else ""
+            hint = self._other_tables() if field == "table" else ""
             raise self._wrong(field, database.reason(error) + hint) from None
         finally:
             session.close()
@@ -273,10 +273,12 @@ class DatabaseTable:
             raise self._wrong("query", f"it has {', '.join(twice)} more than once; give each column another name")
         return {column.name: column for column in columns}
 
-    def _other_tables(self, session: Session) -> str:
+    def _other_tables(self) -> str:
         """What the database has in place of a table that it has not; empty where it does not say."""
         with contextlib.suppress(QueryError, *self._database.failures()):
-            rows = session.rows("SELECT table_schema, table_name FROM information_schema.tables")
+            # In a session of its own: the transaction that met the error answers nothing more.
+            with contextlib.closing(self._database.connect()) as session:
+                rows = session.rows("SELECT table_schema, table_name FROM information_schema.tables")
             named = {name for schema, table in rows for name in (table, f"{schema}.{table}")}
             if self.declared.table not in named:
                 shown = [table for schema, table in rows if schema not in ("information_schema", "pg_catalog")]

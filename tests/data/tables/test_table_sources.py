@@ -144,6 +144,12 @@ def test_enumerations_ids_and_decimals_have_a_type_that_is_read(database):
     ]
 
 
+def test_a_misspelt_table_is_answered_with_one_that_is_there(database):
+    database.execute("CREATE TABLE purchases (n integer)")
+    with pytest.raises(ConfigError, match="did you mean 'purchases'"):
+        database.open("purchses")
+
+
 def test_a_type_that_is_not_read_is_named_with_two_ways_out(database):
     blob = "bytea" if database.kind == "postgresql" else "BLOB"
     database.execute(f"CREATE TABLE t (n integer, raw {blob}, list integer[])")
