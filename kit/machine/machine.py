@@ -108,7 +108,10 @@ def people_per_core() -> float:
 
 def waiting_per_core() -> float:
     """How many processes want each core, at least 1: in a room by its people, else by the load of the last minute."""
-    return max(people_per_core(), min(_MOST_WAITING, os.getloadavg()[0] / share().cores))
+    load = os.getloadavg()[0]
+    if load <= 1:  # for the reader of each small object, to whom looking at the cores is a millisecond
+        return people_per_core()
+    return max(people_per_core(), min(_MOST_WAITING, load / share().cores))
 
 
 _MOST_WAITING = 8.0
