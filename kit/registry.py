@@ -94,7 +94,8 @@ def lazy(package: str, *inner: str) -> tuple[Callable[[str], Any], Callable[[], 
         package: Its dotted name.
         inner: Packages below it that are names too.
     """
-    source = Path(str(sys.modules[package].__file__)).read_text(encoding="utf-8")
+    file = Path(str(sys.modules[package].__file__))
+    source = file.read_text(encoding="utf-8")
     homes = {public: (module, name) for module, name, public in _PUBLIC.findall(source)}
     names = sorted([*homes, *inner])
 
@@ -106,8 +107,9 @@ def lazy(package: str, *inner: str) -> tuple[Callable[[str], Any], Callable[[], 
 
             close = difflib.get_close_matches(name, names, n=1)
             it_has = f"did you mean {close[0]!r}?" if close else f"it has {', '.join(names)}"
-            below = [] if name.startswith("_") else [f"{package}.{one}" for one in inner if name in dir(get(one))]
-            it_has = f"it is {below[0]}.{name}" if below else it_has
+            listed = re.compile(_LISTED.format(re.escape(name)), re.MULTILINE)  # in sources: nothing is imported
+            below = [one for one in inner if listed.search((file.parent / one / file.name).read_text(encoding="utf-8"))]
+            it_has = f"it is {package}.{below[0]}.{name}" if below else it_has
             raise AttributeError(f"module {package!r} has no attribute {name!r}; {it_has}")
         module, attribute = homes[name]
         return getattr(importlib.import_module(module), attribute)
@@ -116,6 +118,8 @@ def lazy(package: str, *inner: str) -> tuple[Callable[[str], Any], Callable[[], 
 
 
 _PUBLIC = re.compile(r"^    from (\S+) import (\w+) as (\w+)$", re.MULTILINE)
+_LISTED = r'^    (?:from \S+ import \w+ as {0}|"{0}",)$'
+"""How a package names something public: for type checkers, or in `__all__` where it imports at once."""
 
 
 class Moved(importlib.abc.MetaPathFinder, importlib.abc.Loader):

@@ -136,6 +136,12 @@ def test_a_name_that_lies_below_is_answered_with_where():
         kit.prefetch  # noqa: B018
 
 
+def test_a_name_that_is_not_there_is_answered_without_importing_what_lies_below():
+    code = "import kit, sys; print(hasattr(kit, 'prefetch'), 'torch' in sys.modules, 'kit.models' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["False", "False", "False"]
+
+
 def test_the_source_never_takes_a_dangerous_short_cut():
     forbidden = ("yaml.load(", "eval(", "shell=True", "weights_only=False", "os.system", "allow_pickle=True")
     paths = [house.modules()[module] for module in MODULES]
