@@ -40,7 +40,7 @@ from publish import publish
 
 import kit
 from kit.config import Config
-from kit.studies.diagnosis.gains import THRESHOLDS
+from kit.studies.diagnosis.rules import RULES
 from kit.studies.repeats import Side, Tried, undecided
 from kit.studies.series import samples_per_second
 from kit.trial.trial import Trial
@@ -175,6 +175,7 @@ def read() -> dict[tuple[str, str], dict[str, Any]]:
 
 def rows(pipelines: list[Pipeline]) -> list[dict[str, Any]]:
     found, table = read(), []
+    thresholds = {rule.name: rule.threshold for rule in RULES}
     for pipeline in pipelines:
         said, gain = found.get((pipeline.name, "kit")), found.get((pipeline.name, "gain"))
         theirs = found.get((pipeline.name, "traceml"))
@@ -184,7 +185,7 @@ def rows(pipelines: list[Pipeline]) -> list[dict[str, Any]]:
         tried = found.get((pipeline.name, "beside"), {}).get("answers", {})
         true = [
             name for name, answer in tried.items()
-            if answer["verdict"] == "helps" and answer["gain"] >= (THRESHOLDS[name] if name in MEASURED else 1)
+            if answer["verdict"] == "helps" and answer["gain"] >= (thresholds[name] if name in MEASURED else 1)
         ]  # fmt: skip
         false = [name for name in names if name not in (pipeline.planted, *pipeline.also, *true)]
         predicted = said["findings"].get(pipeline.planted, {}).get("predicted")
