@@ -182,6 +182,11 @@ class Hardware(Section):
         0, "Memory that a rank may use on each device. A step that needs more fails, as on a full GPU, so a CPU can "
         "stand in for a small GPU. 0 allows all there is.", unit="bytes", ge=0, le=1 << 50,
     )  # fmt: skip
+    keep_freed_memory: bool = setting(
+        False, "For the host: memory that a rank frees stays with it, where glibc would give large arrays back to the "
+        "system, which takes a page fault for every 4 KiB of the next ones. On a CPU, steps with large tensors get "
+        "faster; a rank then holds the most that it ever held.",
+    )  # fmt: skip
 
     @property
     def shards(self) -> tuple[int, int] | None:

@@ -228,7 +228,7 @@ def pipelines(folder):
         cure=Parts(module=GradientNormsSeldom, data=token_batches),
     )  # fmt: skip
     yield Pipeline(
-        name="twenty million samples shuffled anew", planted="loader start-up", also=waits, **unseen,
+        name="twenty million samples shuffled anew", planted="order drawn anew every epoch", also=waits, **unseen,
         parts=Parts(module=net, data=sampled(20_000_000), flags=short),
         cure=Parts(module=net, data=sampled(20_000), flags=short),
     )  # fmt: skip

@@ -33,6 +33,8 @@ from typing import Any
 
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
+"""Names of glibc's `mallopt`."""
 _TICK_SECONDS = 0.1
 LONGEST_SOCKET_FOLDER = 104 - 1 - 33
 SCRATCH = "KIT_SCRATCH"
@@ -118,6 +120,16 @@ def scheduled_seconds(*threads: int) -> tuple[float, float]:
     return on_core, waiting
 
 
+def thread_usage() -> tuple[int, float]:
+    """Page faults of the calling thread that no disk answered, and its seconds in the system; zeros beside Linux."""
+    if not LINUX:
+        return 0, 0.0
+    import resource
+
+    usage = resource.getrusage(resource.RUSAGE_THREAD)
+    return usage.ru_minflt, usage.ru_stime
+
+
 def rss_bytes() -> int:
     """Host memory that this process holds."""
     held_bytes = _status_bytes("VmRSS:")
@@ -175,6 +187,17 @@ def give_memory_back() -> None:
     with contextlib.suppress(OSError, AttributeError):  # only glibc has it
         if LINUX:
             ctypes.CDLL("libc.so.6").malloc_trim(0)
+
+
+def keep_freed_memory() -> None:
+    """Let the allocator keep what this process frees, from now on; only glibc can be asked."""
+    with contextlib.suppress(OSError, AttributeError):
+        if LINUX:
+            library = ctypes.CDLL("libc.so.6")
+            library.mallopt(_M_TRIM_THRESHOLD, -1)  # never
+            for threshold_bytes in (1 << 30, 32 << 20):  # some versions refuse more than the second
+                if library.mallopt(_M_MMAP_THRESHOLD, threshold_bytes):
+                    return
 
 
 def die_with_parent(parent: int) -> None:

@@ -54,6 +54,7 @@ from kit.data.patches.module import PatchData
 from kit.errors import ConfigError, KitWarning, Problem
 from kit.events import EventWriter
 from kit.machine.machine import share
+from kit.machine.processes import keep_freed_memory
 from kit.memory.replay.snapshot import owner_here, snapshot_of
 from kit.units import format_bytes
 
@@ -402,8 +403,10 @@ class CommittedConfig(Callback):
 
     @override
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        given = self.committed.hardware.threads_per_rank
-        torch.set_num_threads(given or max(1, share().cores // trainer.num_devices))
+        hardware = self.committed.hardware
+        torch.set_num_threads(hardware.threads_per_rank or max(1, share().cores // trainer.num_devices))
+        if hardware.keep_freed_memory:
+            keep_freed_memory()
 
 
 class CommittedData(PatchData):

@@ -35,7 +35,15 @@ from kit.errors import KitWarning
 from kit.events import EventWriter
 from kit.json_text import read_json
 from kit.machine import processes
-from kit.machine.processes import SCRATCH, die_with_parent, guard_forks, note_process, scratch_folder, watch_lifeline
+from kit.machine.processes import (
+    SCRATCH,
+    die_with_parent,
+    guard_forks,
+    keep_freed_memory,
+    note_process,
+    scratch_folder,
+    watch_lifeline,
+)
 from kit.registry import load
 from kit.train import rendezvous
 from kit.train.one_lightning import use_one_lightning
@@ -203,6 +211,8 @@ def _work(paths: RunPaths, rank: int, writer: EventWriter) -> int:
         _settle(environment)
         _send_warnings(writer)
         context = Context(paths, Config.load(paths.config), environment, rank, writer, Control(paths.control))
+        if context.config.hardware.keep_freed_memory:
+            keep_freed_memory()
         with confined_job(context):
             job = load(f"job.{environment.get('job', 'fit')}")  # only now: each job brings its own libraries
             gc.freeze()

@@ -81,6 +81,9 @@ FAULTS = {
     "communication": evidence(world_size=2, rank_seconds={0: 0.4, 1: 0.4}, shares=shares(communication=0.4)),
     "images decoded at full size": reading(PIL={"pixels": 2_000_000}),
     "one row of a large chunk": reading(h5py={"chunk": [4096, 256], "wanted_bytes": 1024, "covered_bytes": 4_194_304}),
+    "order drawn anew every epoch": evidence(
+        shares=shares(wait=0.4), hosts={0: host(lines=[line("", package="sampler", part="wait", fraction=0.35)])}
+    ),
     "slow disk": evidence(shares=shares(wait=0.5), hosts={0: host(workers=[ON_DISK] * 2)}, thread_cores=0.5),
     "checkpoints on a slow disk": evidence(shares=shares(checkpoint=0.3), hosts={0: host(disk={"checkpoint": 0.25})}),
     "dataset copied into workers": evidence(hosts={0: host(loader={**LOADER, "objects_bytes": 4e9})}),
@@ -109,6 +112,8 @@ FAULTS = {
     "batch too small": evidence(measured_gains={"full precision": (1, 1), "batch too small": (2.5, 3.0)}),
     "optimizer larger than the work": evidence(shares=shares(optimizer=0.5), work=work(rows=10_000, rows_used=50)),
     "memory that grows": evidence(growth_bytes=2e6, hosts={0: host(grown={"Net.losses": [5, 30]})}),
+    "page faults": evidence(hosts={0: host(page_faults_per_second=2e5, system_fraction=0.4)}),
+    "anomaly detection": evidence(hosts={0: host(anomaly_detection=True)}),
     "uneven batches": evidence(world_size=2, rank_seconds={0: 0.4, 1: 0.4}, uneven=1.5),
     "small collectives": evidence(
         world_size=2,

@@ -32,7 +32,7 @@ from torch.utils.data import DataLoader, IterableDataset
 from torch.utils.data._utils import worker as torch_worker
 from typing_extensions import override
 
-from kit.machine.processes import scheduled_seconds
+from kit.machine.processes import scheduled_seconds, thread_usage
 from kit.studies.diagnosis.sampler import (
     MOST_WORKERS,
     PAGE_BYTES,
@@ -145,7 +145,7 @@ class HostWatch(Callback):
             gc.callbacks.append(self._garbage)
             self._clock.actions.clear()
             self._begun = {
-                "pixels": pixels(batch),
+                "pixels": pixels(batch), "sample_bytes": sample_bytes(batch), "usage": thread_usage(),
                 "wall": time.perf_counter(), "threads": thread_seconds(), "sizes": sizes(trainer, pl_module),
             }  # fmt: skip
             self._sampler = Sampler(self._clock)
@@ -197,6 +197,7 @@ class HostWatch(Callback):
             name: (seconds - begun["threads"].get(name, 0.0)) / wall
             for name, seconds in threads.items() if not name.startswith("kit-")
         }  # fmt: skip
+        faults, system_seconds = (now - then for now, then in zip(thread_usage(), begun["usage"], strict=True))
         after, callbacks = sizes(trainer, module), getattr(trainer, "callbacks")  # noqa: B009
         mine = {callback.state_key for callback in callbacks if type(callback).__module__.startswith("kit.")}
         places = {thread.name: self._place(thread) for thread in threading.enumerate()}
@@ -219,6 +220,10 @@ class HostWatch(Callback):
                 if size > begun["sizes"].get(name, size)
             },
             pixels=begun["pixels"],
+            sample_bytes=begun["sample_bytes"],
+            page_faults_per_second=faults / wall,
+            system_fraction=system_seconds / wall,
+            anomaly_detection=torch.is_anomaly_enabled(),
             held=self._held,
             loader=self._loader(trainer),
             loaders_remade=self._remade,
@@ -240,7 +245,7 @@ class HostWatch(Callback):
             return {}
         method = getattr(loader.multiprocessing_context, "get_start_method", lambda: None)()
         return {
-            "iterable": isinstance(loader.dataset, IterableDataset),
+            "iterable": isinstance(loader.dataset, IterableDataset), "samples": samples_of(loader),
             "workers": loader.num_workers, "persistent": loader.persistent_workers,
             "start_method": method or ("fork" if sys.platform == "linux" and sys.version_info < (3, 14) else "other"),
             "objects_bytes": objects_bytes(loader.dataset), "arrays_bytes": arrays_bytes(loader.dataset),
@@ -291,6 +296,19 @@ def pixels(batch: Any) -> int:
     """Of one picture of a batch; 0 where there are none."""
     shapes = [leaf.shape for leaf in tree_leaves(batch) if isinstance(leaf, torch.Tensor) and leaf.ndim >= 4]
     return max((int(shape[-1] * shape[-2]) for shape in shapes), default=0)
+
+
+def samples_of(loader: DataLoader[Any]) -> int:
+    """The length of an epoch's order; 0 where it has none."""
+    with contextlib.suppress(TypeError, AttributeError, NotImplementedError):
+        return len(loader.sampler)  # type: ignore[arg-type]
+    return 0
+
+
+def sample_bytes(batch: Any) -> int:
+    """Of the tensors of a batch, by the length of the first; 0 where there are none."""
+    tensors = [leaf for leaf in tree_leaves(batch) if isinstance(leaf, torch.Tensor) and leaf.ndim and len(leaf)]
+    return sum(tensor.nbytes for tensor in tensors) // len(tensors[0]) if tensors else 0
 
 
 def embeddings(module: nn.Module) -> dict[str, Any]:

@@ -250,6 +250,30 @@ def _collectives_effect(found: Evidence) -> Range | None:
 # -- memory
 
 
+def _page_faults(found: Evidence) -> float | None:
+    """The share of the system in the training thread's time, where it answers page faults; a GPU's step hides it."""
+    host = found.host
+    if not host or "page_faults_per_second" not in host:
+        return None
+    most = host["page_faults_per_second"] * _MOST_FAULT_SECONDS  # what is more went into reading, writing and waiting
+    return 0.0 if found.on_gpu else min(host["system_fraction"], most)
+
+
+_MOST_FAULT_SECONDS = 5e-6
+"""In virtual machines 1 to 3 µs each were seen, with the zeros that a page is filled with."""
+
+
+def _page_faults_sentence(found: Evidence, value: float) -> str:
+    faults = found.host["page_faults_per_second"] * found.step_seconds
+    return (
+        f"The system takes {value:.0%} of the time to give the training thread memory that it gave back before: "
+        f"{format_count(faults)} page faults a step, for {format_bytes(faults * _PAGE_BYTES)}."
+    )
+
+
+_PAGE_BYTES = 4096
+
+
 def _grows(found: Evidence) -> float | None:
     if found.growth_bytes is None or not found.host_limit_bytes:
         return None
@@ -355,6 +379,25 @@ HOST_RULES: tuple[Rule, ...] = (
         unit="fraction", threshold=SLIVER, source="kit: growth in both halves of the trial", needs="a trial of this "
         "machine, and six steps or more", measure=_grows, sentence=_grows_sentence,
         setting=lambda _: "what keeps tensors from step to step: loss.detach() or loss.item() in a list of losses",
+    ),
+    Rule(
+        name="page faults", looks_at="share of the time in which the system answers page faults of the training "
+        "thread", unit="fraction", threshold=SLIVER, source="kit: glibc gives large arrays back to the system when "
+        "they are freed, and each 4 KiB of the next one is a page fault", needs="watched steps on Linux, on the CPU",
+        measure=_page_faults, sentence=_page_faults_sentence,
+        setting=lambda _: "hardware.keep_freed_memory; outside of kit, MALLOC_TRIM_THRESHOLD_ and "
+        "MALLOC_MMAP_THRESHOLD_ of the environment, both 1000000000",
+        change=lambda _: {"hardware.keep_freed_memory": True},
+        effect=lambda found: without(0.8 * (_page_faults(found) or 0.0), 1.2 * (_page_faults(found) or 0.0)),
+    ),
+    Rule(
+        name="anomaly detection", looks_at="whether autograd looks for anomalies", unit="count", threshold=1.0,
+        source="torch: to be used for debugging only, as it slows a program down", needs="watched steps",
+        measure=lambda found: None if not found.host else float(found.host.get("anomaly_detection", False)),
+        sentence=lambda *_: "Autograd looks for anomalies: each operation notes where it was called, and each gradient "
+        "is searched for NaN.",
+        setting=lambda _: "detect_anomaly of the Trainer, or torch.autograd.set_detect_anomaly: off once the NaN is "
+        "found",
     ),
     Rule(
         name="uneven batches", looks_at="numbers in a step's largest batch over those in the mean one", unit="ratio",

@@ -12,10 +12,12 @@ from typing import Any, NamedTuple
 from kit.studies.diagnosis.evidence import Evidence
 from kit.studies.diagnosis.rule import MANY_STEPS, SLIVER, WAITS, Range, Rule, without, without_part
 from kit.studies.diagnosis.sampler import DECODERS
-from kit.units import format_bytes, format_seconds
+from kit.units import format_bytes, format_count, format_seconds
 
 _DECODED_AGAIN = (4.0, 12.0)
 """How many times as fast a JPEG is decoded at an eighth of its size: Huffman decoding remains."""
+_CHUNKED = {"h5py": "HDF5", "zarr": "Zarr", "npz": "npz"}
+"""Packages whose files are decompressed in pieces, and what the files are called."""
 
 
 # -- files
@@ -46,17 +48,22 @@ def _gone_from_reading(found: Evidence, share: float, is_worker: bool, low: floa
 def _one_row(found: Evidence) -> float | None:
     if not found.host or found.wait_fraction is None:
         return None
-    read = _one_read(found, "h5py", "zarr")
+    read = _one_read(found, *_CHUNKED)
     if read is None or found.wait_fraction < SLIVER or read[2] < SLIVER:
         return 1.0
-    return float(read[1].get("covered_bytes", 1) / max(1, read[1].get("wanted_bytes", 1)))
+    return float(read[1].get("covered_bytes", 1) / max(1, _wanted_bytes(found, read[1])))
+
+
+def _wanted_bytes(found: Evidence, read: Mapping[str, Any]) -> int:
+    """What was asked for at a time; of a member of an archive, which is read whole, what a sample has at most."""
+    return int(read.get("wanted_bytes", found.host.get("sample_bytes", 0)))
 
 
 def _one_row_sentence(found: Evidence, _: float) -> str:
-    package, read, share, __ = _one_read(found, "h5py", "zarr") or ("", {}, 0.0, False)
-    chunk, name = "×".join(map(str, read["chunk"])), {"h5py": "HDF5", "zarr": "Zarr"}[package]
+    package, read, share, __ = _one_read(found, *_CHUNKED) or ("", {}, 0.0, False)
+    chunk = f" chunks of {'×'.join(map(str, read['chunk']))}" if read["chunk"] else " archives' arrays"
     return (
-        f"{format_bytes(read['wanted_bytes'])} are read at a time out of {name} chunks of {chunk}, which are "
+        f"{format_bytes(_wanted_bytes(found, read))} are read at a time out of {_CHUNKED[package]}{chunk}, which are "
         f"{format_bytes(read['covered_bytes'])} each and are decompressed whole: {share:.0%} of the time of who reads."
     )
 
@@ -66,7 +73,7 @@ def _one_row_effect(found: Evidence) -> Range | None:
 
     What goes and what remains is that of the lines that read, with all that their libraries do about it.
     """
-    read = _one_read(found, "h5py", "zarr")
+    read = _one_read(found, *_CHUNKED)
     if read is None:
         return None
     package, sizes, of_package, is_worker = read
@@ -74,7 +81,7 @@ def _one_row_effect(found: Evidence) -> Range | None:
     samples = (found.samples_per_second or 0.0) * found.step_seconds / max(1, found.world_size)
     making = found.step_seconds * (max(1, _workers(found)) if is_worker else 1)
     calls = samples * found.unit_costs.get(sizes.get("through", package), 0.0) / making / share
-    gone = 1 - sizes["wanted_bytes"] / sizes["covered_bytes"]
+    gone = 1 - _wanted_bytes(found, sizes) / sizes["covered_bytes"]
     low, high = max(0.0, gone - 2 * calls), max(0.0, gone - calls)
     return _gone_from_reading(found, share, is_worker, 0.9 * low if is_worker else low, high)
 
@@ -272,6 +279,22 @@ def _slow_start(found: Evidence) -> float | None:
     return found.start_up_seconds if fresh and _workers(found) else 0.0
 
 
+def _order(found: Evidence) -> float | None:
+    """The share of samplers of torch in the time of the training thread: loader processes have none."""
+    if not found.host:
+        return None
+    lines = [line for line in found.host["lines"] if line["part"] == "wait" and line["package"] == "sampler"]
+    return math.fsum(line["fraction"] for line in lines)
+
+
+def _order_sentence(found: Evidence, value: float) -> str:
+    samples = found.host["loader"].get("samples", 0)
+    return (
+        f"Drawing the order of the samples takes {value:.0%} of the time: at the beginning of every epoch a list of "
+        f"{format_count(samples) if samples else 'all'} numbers is made, and no loader process can do it."
+    )
+
+
 def _remade(found: Evidence) -> float | None:
     if not found.host or "loaders_remade" not in found.host:
         return None
@@ -299,8 +322,10 @@ LOADER_RULES: tuple[Rule, ...] = (
     Rule(
         name="one row of a large chunk", looks_at="bytes decompressed over bytes asked for, where reading holds the "
         "training up", unit="ratio", threshold=8.0, source="kit: a chunk is decompressed whole",
-        needs="watched processes that read with h5py or zarr", measure=_one_row, sentence=_one_row_sentence,
-        setting=lambda _: "the file: chunks of about what is read at once; or read the rows of a chunk together",
+        needs="watched processes that read with h5py, zarr or NumPy's npz files", measure=_one_row,
+        sentence=_one_row_sentence,
+        setting=lambda _: "the file: chunks of about what is read at once (an npz has none: Zarr, HDF5 or .npy with "
+        "mmap_mode do); or read the rows of a chunk together",
         effect=_one_row_effect, part="wait",
         explains=(*WAITS, "no prefetch", "Python in the data", "all cores busy", "slow disk"),
     ),
@@ -360,6 +385,15 @@ LOADER_RULES: tuple[Rule, ...] = (
         setting=lambda _: "persistent_workers=True of your DataLoader",
         effect=lambda found: without(0.8 * (found.epoch_start_fraction or 0.0), found.epoch_start_fraction),
         part="wait", explains=(*WAITS, "loader start-up"),
+    ),
+    Rule(
+        name="order drawn anew every epoch", looks_at="share of the time that torch's samplers take", unit="fraction",
+        threshold=SLIVER, source="kit: torch.randperm(n).tolist() takes about 60 ns a sample", needs="watched steps",
+        measure=_order, sentence=_order_sentence, part="wait",
+        setting=lambda _: "the sampler of your DataLoader: RandomSampler(data, replacement=True, num_samples=...) "
+        "draws as it goes; or longer epochs",
+        effect=lambda found: without(0.9 * (_order(found) or 0.0), _order(found)),
+        explains=(*WAITS, "no prefetch", "Python in the data", "all cores busy", "loader start-up"),
     ),
     Rule(
         name="loader made anew every epoch", looks_at="share of the time that first steps of epochs take longer, where "

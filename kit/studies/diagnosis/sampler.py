@@ -3,9 +3,10 @@
 About every twenty milliseconds the training thread itself notes the part of the step, the innermost line of the user's
 code, and the library that it called. It is asked by another thread, as if by a signal but without one, so no system
 call is interrupted; it answers when it next runs Python, and all time since its last answer counts for the line at
-which it does. So a long call counts as long as it is. No thread looks at the frames of another, which Python 3.11 does
-not always survive. What an answer costs is timed, and it is asked for less often where that exceeds `MOST_OVERHEAD` of
-the time; the cost is told (`own_fraction`).
+which it does. So a long call counts as long as it is, but Python that runs for less than 5 ms, after which the thread
+that asks is given the interpreter, may count for the line after it. No thread looks at the frames of another, which
+Python 3.11 does not always survive. What an answer costs is timed, and it is asked for less often where that exceeds
+`MOST_OVERHEAD` of the time; the cost is told (`own_fraction`).
 
 A package is one that rules ask for (readers, decoders, loggers) wherever it stands, else what the user's line called:
 by its frame, or, where that is a function in C, by the call in the text of the line. Frames of readers and decoders
@@ -64,15 +65,16 @@ _COLD = 2
 _TELL_SECONDS = 0.5
 _MOST_PICKED = 10_000
 _TOLD = 12
-_READERS = {"h5py": "__getitem__", "zarr": "__getitem__", "PIL": "load"}
+_READERS = {"h5py": "__getitem__", "zarr": "__getitem__", "npz": "__getitem__", "PIL": "load"}
 """Packages that read, and the function in which their arguments can be seen."""
+_ORDERS = "sampler"
 DECODERS = ("PIL", "cv2", "torchvision")
 _LOGGERS = (
     "matplotlib", "seaborn", "plotly", "bokeh", "tensorboard", "tensorboardX", "wandb", "mlflow", "comet_ml", "neptune",
     "loggers",
 )  # fmt: skip
 DRAWERS = (*_LOGGERS, "PIL")
-_NAMED = {*_READERS, *DECODERS, *_LOGGERS}
+_NAMED = {*_READERS, *DECODERS, *_LOGGERS, _ORDERS}
 """Packages that rules ask for. A stack has the name of the innermost, or of the outermost that draws or logs."""
 _FETCH = "torch/utils/data/_utils/fetch.py"
 """Where a loader makes a batch; a dataset of a library has no line of the user's."""
@@ -126,11 +128,11 @@ class Sampler:
 
     def _ask(self) -> None:
         while not self._stop.wait(self.interval_seconds):
-            with contextlib.suppress(Exception):  # the clock may turn meanwhile
-                self.disk.look(self._clock.part if self._clock is not None else "worker", self.interval_seconds)
-            if not self._asked:
+            if not self._asked:  # first: to look is to wait again for the interpreter, 5 ms where another has it
                 self._asked = True
                 _thread.interrupt_main(SIGNAL)  # type: ignore[arg-type]  # any number will do
+            with contextlib.suppress(Exception):  # the clock may turn meanwhile, and the system may not tell
+                self.disk.look(self._clock.part if self._clock is not None else "worker", self.interval_seconds)
         self.disk.end()
 
     def _on_asked(self, _: int, frame: FrameType | None) -> None:
@@ -259,6 +261,10 @@ def kind_of(file: str) -> tuple[bool, str]:
     path = file.rpartition("site-packages/")[2] if "site-packages/" in file else ""
     if path.startswith(("torch/utils/tensorboard/", "lightning/pytorch/loggers/", "lightning/fabric/loggers/")):
         return False, path.split("/")[2]
+    if path in ("torch/utils/data/sampler.py", "torch/utils/data/distributed.py"):
+        return False, _ORDERS
+    if path in ("numpy/lib/_npyio_impl.py", "numpy/lib/npyio.py"):
+        return False, "npz"
     return not is_library(file), path.partition("/")[0]
 
 
@@ -316,6 +322,11 @@ def read_of(package: str, frame: FrameType) -> dict[str, Any] | None:
     if package == "PIL":
         size = getattr(seen, "size", None)
         return {"pixels": int(size[0] * size[1])} if isinstance(size, tuple) and len(size) == 2 else None
+    if package == "npz":
+        name = frame.f_locals.get("key")
+        members = getattr(getattr(seen, "zip", None), "NameToInfo", {})
+        member = members.get(name) or members.get(f"{name}.npy")
+        return None if member is None else {"chunk": [], "covered_bytes": int(member.file_size)}
     chunk, shape, kind = (getattr(seen, name, None) for name in ("chunks", "shape", "dtype"))
     if not chunk or not shape or kind is None or len(chunk) != len(shape):
         return None
