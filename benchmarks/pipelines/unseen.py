@@ -249,6 +249,7 @@ def pipelines(folder):
     yield Pipeline(
         name="clipped and accumulated", **unseen,
         parts=Parts(
-            module=Gpt, data=token_batches, flags={"gradient_clip_val": 1.0, "accumulate_grad_batches": 2},
+            module=Gpt, data=token_batches,
+            config={"training.gradient_clip_norm": 1.0, "levers.accumulate_grad_batches": 2},
         ),
     )  # fmt: skip
