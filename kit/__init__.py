@@ -112,6 +112,7 @@ register(_FIGURES)
 register({
     "dataset.join": "kit.data.joined:join_config",
     "file.module": "kit.targets:load_module_of_file",
+    "target.signature": "kit.targets:signature_of",
     "job.fit": "kit.trial.fit_job:fit",
     "job.predict": "kit.memory.predict_job:predict",
     "job.calibrate": "kit.studies.calibration.job:calibrate",

@@ -11,11 +11,11 @@ import inspect
 import numbers
 import os
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, ParamSpec, TypeVar
 
-from kit.config import Config
-from kit.errors import ConfigError, Problem
+from kit.config import Config, paths_of
+from kit.errors import ArgumentError, ConfigError, Problem, did_you_mean
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -25,13 +25,15 @@ def config_first(function: Callable[P, R]) -> Callable[P, R]:
     """Let a function of (config, module, data, ...) be called without a config, and in the order of kit 0.1.
 
     The function always gets a `Config`: the default one where the caller gave none. What reaches it otherwise is
-    refused with a `ConfigError`.
+    refused with a `ConfigError`, and an argument that it does not have with what was probably meant.
     """
     name = function.__name__
-    places = [one for one in inspect.signature(function).parameters.values() if one.kind is one.POSITIONAL_OR_KEYWORD]
+    known = inspect.signature(function).parameters
+    places = [one for one in known.values() if one.kind is one.POSITIONAL_OR_KEYWORD]
 
     @functools.wraps(function)
     def call(*given: Any, **named: Any) -> R:
+        check_named(name, named, known)
         if given and (given[0] is None or isinstance(given[0], Config)):
             config, *others = given
         elif len(given) > 2 and (given[2] is None or isinstance(given[2], Config)):
@@ -41,10 +43,13 @@ def config_first(function: Callable[P, R]) -> Callable[P, R]:
         else:
             config, others = named.pop("config", None), list(given)
         if len(others) >= len(places):  # as many as there are, so the first was meant for a config
+            if isinstance(config, Config) or hasattr(others[0], "training_step"):
+                most, pair = len(places) - 1, f"{name}(config, module, (training, validation))"
+                raise ArgumentError(f"{name} takes {most} arguments beside the config; give loaders as {pair}")
             config = others[0]
         config = Config() if config is None else config
         if not isinstance(config, Config):
-            raise _no_config(name, config, f"call {name}(config, module, data)")
+            raise no_config(name, config, f"call {name}(config, module, data)")
         if any(isinstance(one, Config) for one in others):
             raise ConfigError(f"{name} takes the Config first; call {name}(config, module, data)")
         if others:
@@ -67,17 +72,80 @@ def check_count(name: str, given: Any, most: int) -> None:
 
 
 def takes_config(function: Callable[P, R]) -> Callable[P, R]:
-    """Let a function whose first argument is a Config refuse everything else with a `ConfigError`; None stays None."""
-    name = function.__name__
+    """Let a function whose first argument is a Config refuse everything else; None stays None where it may be left out.
+
+    Raises:
+        ConfigError: with what reads or makes one.
+    """
+    name, known = function.__name__, inspect.signature(function).parameters
+    is_needed = next(iter(known.values())).default is inspect.Parameter.empty
 
     @functools.wraps(function)
     def call(*given: P.args, **named: P.kwargs) -> R:
+        check_named(name, named, known)
         first = given[0] if given else named.get("config")
-        if first is not None and not isinstance(first, Config):
-            raise _no_config(name, first, f"call {name}(config)")
+        if not isinstance(first, Config) and (first is not None or is_needed):
+            raise no_config(name, first, f"call {name}(config)")
         return function(*given, **named)
 
     return call
+
+
+def check_named(name: str, named: Mapping[str, Any], known: Mapping[str, inspect.Parameter]) -> None:
+    """Refuse arguments that a function does not have, with what was meant, and what is no number where it takes one.
+
+    Raises:
+        ArgumentError: naming them.
+    """
+    problems = []
+    is_open = any(one.kind is one.VAR_KEYWORD for one in known.values())
+    for given, value in named.items():
+        parameter = known.get(given)
+        if parameter is None:
+            message = "" if is_open else f"{name} takes no such argument{_meant(given, known)}"
+        else:
+            annotation, _, optional = str(parameter.annotation).partition(" | ")
+            kind, words = _NUMBERS.get(annotation if optional in ("", "None") else "", (object, ""))
+            is_number = isinstance(value, kind) and not isinstance(value, bool)
+            passes = not words or is_number or given in _COUNTS or (value is None and optional == "None")
+            message = "" if passes else f"{value!r} is no {words}; give one"
+        problems += [Problem(given, message)] * bool(message)
+    if problems:
+        raise ArgumentError(problems)
+
+
+_NUMBERS: dict[str, tuple[type, str]] = {"int": (numbers.Integral, "whole number"), "float": (numbers.Real, "number")}
+"""What a parameter takes, by its annotation."""
+_COUNTS = ("devices", "world_size")
+"""What `check_count` looks at, with the bounds."""
+
+
+_CALLED = {
+    **dict.fromkeys(("model", "lightning_module", "pl_module"), ("module", "module=")),
+    **dict.fromkeys(
+        ("datamodule", "dataloader", "dataloaders", "loader", "dataset", "train_dataset", "train_dataloader",
+         "train_dataloaders", "train_loader"), ("data", "data="),
+    ),
+    **dict.fromkeys(
+        ("val_dataloader", "val_dataloaders", "val_loader", "eval_dataset", "validation_data", "val_data"),
+        ("data", "data=(training, validation)"),
+    ),
+    **dict.fromkeys(("args", "cfg", "conf", "settings"), ("config", "config=")),
+}  # fmt: skip
+"""What other libraries call an argument: its name, and how it is given."""
+
+
+def _meant(given: str, known: Mapping[str, inspect.Parameter]) -> str:
+    """The end of an error about an argument that a function does not have."""
+    called, how = _CALLED.get(given.lower(), ("", ""))
+    if called in known:
+        return f"; give {how}"
+    fields = paths_of(given)
+    if fields and "config" in known:
+        said = f"; {' or '.join(fields)} of the config says it: config.replace({{{fields[0]!r}: ...}})"
+        return said + did_you_mean(given, known, otherwise="", cutoff=0.75)
+    more = f"; what lightning.pytorch's Trainer takes goes into trainer={{{given!r}: ...}}" * ("trainer" in known)
+    return did_you_mean(given, known) + more
 
 
 def refuse_recipe(name: str, given: object, way_out: str) -> None:
@@ -87,11 +155,14 @@ def refuse_recipe(name: str, given: object, way_out: str) -> None:
         ConfigError: for a path of a YAML file, with what reads it.
     """
     if isinstance(given, str | os.PathLike) and str(given).endswith((".yaml", ".yml")):
-        raise _no_config(name, given, way_out)
+        raise no_config(name, given, way_out)
 
 
-def _no_config(name: str, given: object, way_out: str) -> ConfigError:
+def no_config(name: str, given: object, way_out: str) -> ConfigError:
+    """The error that something stands where a Config does."""
     if isinstance(given, str | os.PathLike):
         text = str(given)
         return ConfigError(f"{name} takes a Config first, got {text!r}; kit.Config.load({text!r}) reads one")
+    if isinstance(given, Mapping):
+        way_out = "kit.Config().replace(...) takes settings by dotted path, kit.Config.make(...) nested ones"
     return ConfigError(f"{name} takes a Config first, got {type(given).__name__}; {way_out}")

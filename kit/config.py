@@ -10,9 +10,11 @@ Relative paths in a config start at the project folder (see `project_folder`), w
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 import functools
 import hashlib
+import itertools
 import json
 import math
 import os
@@ -22,7 +24,7 @@ import typing
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import (
     AfterValidator,
@@ -35,10 +37,11 @@ from pydantic import (
     model_validator,
 )
 from pydantic_core import PydanticCustomError, PydanticUndefined
+from typing_extensions import override
 
-from kit.errors import ConfigError, Problem
+from kit.errors import ConfigError, Problem, did_you_mean
 from kit.other_configs import COMMAND, SECTIONS, Translation, changes_of
-from kit.registry import Drawable
+from kit.registry import Drawable, load
 from kit.secrets_in_text import secrets_of
 from kit.units import format_bytes, parse_bytes
 
@@ -47,7 +50,9 @@ _DEEPEST_YAML = 20
 _MOST_YAML_VALUES = 10_000
 """Reading costs a tenth of a millisecond each, and a config of all settings has about 200."""
 _MOST_ITEMS = 10_000
+_MOST_NAMES = 2_000
 _MOST_PROBLEMS = 20
+REPLACE = "kit.Config().replace({'loader.batch_size': 32}) changes one setting"
 LARGEST_WHOLE = 2**63 - 1
 """What a whole number of any field may be at most: it fits 64 bits, and so every library that it is handed to."""
 
@@ -65,11 +70,29 @@ class FrozenMapping(dict[str, Any]):
 
 
 def _bytes(value: object) -> object:
+    if isinstance(value, float) and value.is_integer():  # 4e9
+        return int(value)
     return parse_bytes(value) if isinstance(value, str) else value
+
+
+def _plain(value: Any) -> Any:
+    """A number of numpy as one of Python's and a path as text, also in a list or mapping."""
+    if type(value) in (str, int, float, bool):
+        return value
+    if isinstance(value, dict):
+        return {key: _plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        items = map(_plain, value)
+        return [*items] if isinstance(value, list) else (*items,)
+    if isinstance(value, os.PathLike):
+        return os.fspath(value)
+    is_number = type(value).__module__ == "numpy" and getattr(value, "shape", None) == ()
+    return value.item() if is_number else value
 
 
 def _freeze(value: object) -> Any:
     """Plain YAML values only, made immutable; anything else has no place in a file."""
+    value = _plain(value)
     if isinstance(value, Mapping):
         if not all(isinstance(key, str) for key in value):
             raise ValueError("keys must be text")
@@ -91,9 +114,15 @@ def _from_list(value: object) -> object:
     return tuple(value) if isinstance(value, list) else value
 
 
+def _names(value: object) -> object:
+    """One name stands for a list of one."""
+    value = _plain(value)
+    return (value,) if isinstance(value, str) else _from_list(value)
+
+
 def _blocks(value: object) -> object:
     """A block may be a number, which is kept as text: beside numbers stand names."""
-    found = _from_list(value)
+    found = _names(value)
     return tuple(str(item) if type(item) is int else item for item in found) if isinstance(found, tuple) else found
 
 
@@ -108,7 +137,7 @@ def _within_64_bits(value: Any) -> Any:
 Sizes = Annotated[dict[str, Annotated[int, Field(ge=1)]], AfterValidator(FrozenMapping)]
 Arguments = Annotated[dict[str, Any], BeforeValidator(_freeze), AfterValidator(FrozenMapping)]
 Bytes = Annotated[int, BeforeValidator(_bytes)]
-Names = Annotated[tuple[str, ...], BeforeValidator(_from_list)]
+Names = Annotated[tuple[str, ...], BeforeValidator(_names)]
 Blocks = Annotated[tuple[str, ...], BeforeValidator(_blocks)]
 Counts = Annotated[tuple[Annotated[int, Field(ge=0, le=256)], ...], BeforeValidator(_from_list)]
 Indices = Annotated[tuple[Annotated[int, Field(ge=0)], ...], BeforeValidator(_from_list), Field(min_length=1)]
@@ -124,6 +153,7 @@ def setting(default: Any, description: str, *, unit: str = "", suggestions: Sequ
 class Section(BaseModel):
     """Base of every section: frozen, strict about types, closed to unknown keys."""
 
+    holds_sections: ClassVar[bool] = False
     model_config = ConfigDict(
         frozen=True, strict=True, extra="forbid", validate_default=True, allow_inf_nan=False, hide_input_in_errors=True
     )
@@ -131,7 +161,7 @@ class Section(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _hold_no_secrets(cls, values: Any) -> Any:
-        """Refuse passwords and tokens before anything is looked at that an error could show."""
+        """Refuse passwords and tokens before anything is looked at that an error could show; else plain values."""
         for path, kind in secrets_of(values):
             message = (
                 f"it holds {kind}, which would be written to files and rows; take it out, and name the variable or "
@@ -139,9 +169,25 @@ class Section(BaseModel):
                 "env:NAME or ~/.pgpass"
             )
             raise PydanticCustomError("secret", "{message}", {"message": message, "path": path})
-        return values
+        return values if cls.holds_sections else _plain(values)  # each has its own looked at
 
     _bounded = field_validator("*", mode="after")(_within_64_bits)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Refuse every assignment, and say what changes a config instead."""
+        raise ConfigError([Problem(name, f"a {type(self).__name__} is frozen; {REPLACE}")])
+
+    if not TYPE_CHECKING:  # else every name would count as known
+
+        def __getattr__(self, name: str) -> Any:
+            try:
+                return super().__getattr__(name)
+            except AttributeError as error:
+                raise AttributeError(f"{error}{'' if name.startswith('_') else self._meant(name)}") from None
+
+    def _meant(self, name: str) -> str:
+        """The end of an error about an attribute that it has not."""
+        return did_you_mean(name, type(self).model_fields)
 
 
 class Hardware(Section):
@@ -791,7 +837,22 @@ class Config(Drawable, Section):
     queries: Queries = setting(Queries, "How event tables are asked for.")
     profiler: Profiler = setting(Profiler, "How a trial is looked at from close by.")
 
+    holds_sections = True
+
     # -- making one
+
+    def __init__(self, /, *given: Any, **values: Any) -> None:
+        """Take sections by name.
+
+        Raises:
+            ConfigError: naming every unknown key, wrong type and broken bound by its dotted path.
+        """
+        if given:
+            raise _refusal(given[0], "a Config takes its sections by name")
+        try:
+            super().__init__(**values)
+        except ValidationError as error:
+            raise ConfigError(_problems(error, values)) from None
 
     @classmethod
     def make(cls, values: Mapping[str, Any], where: str = "") -> Config:
@@ -800,10 +861,15 @@ class Config(Drawable, Section):
         Raises:
             ConfigError: naming every unknown key, wrong type and broken bound by its dotted path.
         """
+        given: Any = values  # by a user, who may give anything
+        if not isinstance(given, Mapping):
+            raise _refusal(given, "sections are a mapping", where)
+        if wrong := [Problem(_brief(key), "a key is text") for key in given if not isinstance(key, str)]:
+            raise ConfigError(wrong, where)
         try:
-            return cls.model_validate(dict(values))
-        except ValidationError as error:
-            raise ConfigError(_problems(error), where) from None
+            return cls(**values)
+        except ConfigError as error:
+            raise ConfigError(error.problems, where) from None
 
     @classmethod
     def from_yaml(cls, text: str, where: str = "") -> Config:
@@ -888,33 +954,52 @@ class Config(Drawable, Section):
     # -- comparing and changing
 
     def get(self, path: str) -> Any:
-        """The value at a dotted path, such as `loader.batch_size`."""
+        """The value at a dotted path, such as `loader.batch_size`.
+
+        The path may go on into a mapping, as `model.arguments.width`; a key that it does not have is None.
+
+        Raises:
+            ConfigError: where there is no such field, with those that may have been meant.
+        """
         value: Any = self
-        for part in path.split("."):
-            if not isinstance(value, BaseModel) or part not in type(value).model_fields:
-                raise ConfigError([Problem(path, "no such field" + _did_you_mean(path))])
-            value = getattr(value, part)
+        for part in str(path).split("."):
+            if isinstance(value, Mapping):
+                value = value.get(part)
+            elif isinstance(value, BaseModel) and part in type(value).model_fields:
+                value = getattr(value, part)
+            else:
+                raise ConfigError([Problem(str(path), "no such field" + _did_you_mean(str(path), self.model.target))])
         return value
 
-    def replace(self, changes: Mapping[str, Any]) -> Config:
+    def replace(self, changes: Mapping[str, Any] | None = None, **sections: Any) -> Config:
         """A copy with `{"section.field": value}` changed, validated as a whole.
+
+        Args:
+            changes: Values by dotted path; a path may go on into a mapping, as `model.arguments.learning_rate`.
+            sections: The name, or whole sections.
 
         Raises:
             ConfigError: for an unknown path or a value that breaks a bound; this Config stays as it is.
         """
+        given: Any = changes  # by a user, who may give anything
+        if not isinstance(given, Mapping | None):
+            raise _refusal(given, "changes are a mapping")
         values = self.values()
-        for path, value in changes.items():
+        for path, value in {**(given or {}), **sections}.items():
             self.get(path)
-            *parents, last = path.split(".")
+            *parents, last = str(path).split(".")
             target = values
             for part in parents:
-                target = target[part]
+                target = target.setdefault(part, {})
             target[last] = value.values() if isinstance(value, Config) else _thaw(value)
         return Config.make(values)
 
     def diff(self, other: Config) -> dict[str, tuple[Any, Any]]:
         """`{path: (mine, theirs)}` for every field that differs."""
-        pairs = ((info.path, self.get(info.path), other.get(info.path)) for info in self.fields())
+        theirs: Any = other  # by a user, who may give anything
+        if not isinstance(theirs, Config):
+            raise _refusal(theirs, "a Config is compared with a Config")
+        pairs = ((info.path, self.get(info.path), theirs.get(info.path)) for info in self.fields())
         return {path: (mine, theirs) for path, mine, theirs in pairs if mine != theirs}
 
     @functools.cached_property
@@ -952,6 +1037,10 @@ class Config(Drawable, Section):
 
     def __hash__(self) -> int:
         return hash(self.fingerprint)
+
+    @override
+    def _meant(self, name: str) -> str:
+        return _did_you_mean(name)
 
 
 PROFILES: dict[str, dict[str, Any]] = {
@@ -997,8 +1086,20 @@ def resolve_path(path: str | Path) -> Path:
         if max((len(os.fsencode(part)) for part in given.parts), default=0) > 255 or len(os.fsencode(given)) > 4095:
             raise ValueError(f"{len(str(path)):,} characters; a path has at most 4,095 bytes, a name in it 255")
         return given.absolute() if given.is_absolute() or given.exists() else project_folder() / given
-    except (OSError, RuntimeError, ValueError) as error:
+    except (OSError, RuntimeError, ValueError, TypeError) as error:
         raise ConfigError(f"{str(path)[:60]!r} is no path: {error!s:.200}") from None
+
+
+def near(missing: Path) -> str:
+    """What else is there in place of a file or folder that is not, as the end of an error; empty for nothing."""
+    above = missing.parent
+    if not above.is_dir() and above != missing:
+        return f"; there is no folder {above}{near(above)}" if above.parent.is_dir() else near(above)
+    try:
+        names = [item.name for item in itertools.islice(above.iterdir(), _MOST_NAMES)]
+    except OSError:  # a folder that may not be listed
+        return ""
+    return did_you_mean(missing.name, names, otherwise="", cutoff=0.5)
 
 
 def _disagreements(config: Config) -> Iterator[tuple[str, str]]:
@@ -1017,7 +1118,8 @@ def _disagreements(config: Config) -> Iterator[tuple[str, str]]:
     if config.trial.warmup_steps >= config.trial.max_steps:
         yield (
             "trial.warmup_steps",
-            f"{config.trial.warmup_steps} warm-up steps leave nothing to measure in {config.trial.max_steps} steps",
+            f"{config.trial.warmup_steps} warm-up steps leave nothing to measure in {config.trial.max_steps} steps; "
+            f"make it {config.trial.max_steps - 1} at most, or trial.max_steps more",
         )
 
 
@@ -1120,7 +1222,18 @@ def _thaw(value: Any) -> Any:
 # -- errors
 
 
-def _problems(error: ValidationError) -> list[Problem]:
+_LOAD = "kit.Config.load('recipe.yaml') reads a file, kit.Config.make(values) takes nested values"
+
+
+def _refusal(given: object, takes: str, where: str = "") -> ConfigError:
+    """That something else was given, of which only the kind is told: it may hold a password."""
+    return ConfigError(f"{takes}, got {type(given).__name__}; {REPLACE}, {_LOAD}", where)
+
+
+def _problems(error: ValidationError, values: Mapping[str, Any]) -> list[Problem]:
+    model = values.get("model")
+    named = model.get("target") if isinstance(model, Mapping) else None
+    target = named if isinstance(named, str) else ""
     found: dict[str, Problem] = {}
     for detail in error.errors(include_url=False):
         told = str(detail.get("ctx", {}).get("path", ""))  # within where pydantic found it
@@ -1129,17 +1242,20 @@ def _problems(error: ValidationError) -> list[Problem]:
         if info and info.kind in ("devices", "layout"):
             # pydantic reports every branch of a union; one sentence about the field says more
             path = info.path
-        found.setdefault(path, Problem(path, _message(path, info, dict(detail))))
+        found.setdefault(path, Problem(path, _message(path, info, dict(detail), target)))
         if len(found) > _MOST_PROBLEMS:
             return [*list(found.values())[:_MOST_PROBLEMS], Problem("", f"and more, {error.error_count():,} in all")]
     return list(found.values())
 
 
-def _message(path: str, info: FieldInfo | None, detail: Mapping[str, Any]) -> str:
+def _message(path: str, info: FieldInfo | None, detail: Mapping[str, Any], target: str) -> str:
     kind, value = detail["type"], detail.get("input")
     if kind == "extra_forbidden":
-        theirs = f"a BaseModel YAML has {path}; kit.Config.translate reads one"
-        return theirs if path in SECTIONS else "unknown key" + _did_you_mean(path)
+        if path in SECTIONS:
+            return f"a BaseModel YAML has {path}; kit.Config.translate reads one"
+        found = [] if "." in path else paths_of(path)
+        way_out = f" kit.Config().replace({{{found[0]!r}: ...}}) sets it" if found else ""
+        return f"unknown key{_did_you_mean(path, target)}{way_out}"
     if kind in ("disagreement", "secret"):
         return str(detail["ctx"]["message"])
     if path.endswith("credentials"):  # someone may have written the key itself
@@ -1150,13 +1266,31 @@ def _message(path: str, info: FieldInfo | None, detail: Mapping[str, Any]) -> st
         return f"{text}, got {shown}" + (" (this section takes a mapping of fields)" if kind == "model_type" else "")
     if isinstance(value, str) and (path, value) in _REFUSED:
         return f"{value} is refused: {_REFUSED[path, value]}"
-    if info.kind in ("choice", "devices", "layout") or kind == "string_pattern_mismatch":
-        given = value if isinstance(value, str) else ""
-        meant = _MEANT.get((path, given.lower()))
+    if isinstance(value, type):
+        text = "is text, and a class is given beside the config: kit.fit(config, MyModule, MyData)"
+    if info.kind in ("sizes", "layout") and path == info.path and not isinstance(value, Mapping | str):
+        text = "names each dimension, as in {'time': 1, 'lat': 64, 'lon': 64}"
+    elif info.kind in ("choice", "devices", "layout") or kind == "string_pattern_mismatch":
+        given = "" if isinstance(value, bool) else shown if not isinstance(value, str) else value.strip()
+        meant = _meant_by(path, given)
         spelled = {choice.lower(): choice for choice in info.choices}
-        close = [meant] if meant else [spelled[one] for one in difflib.get_close_matches(given.lower(), spelled, n=1)]
-        return f"{shown} is not accepted" + (f"; did you mean {close[0]!r}?" if close else f". {info.help}")
+        close = [spelled[one] for one in difflib.get_close_matches(given.lower(), spelled, n=1)]
+        close = [meant] if meant else close
+        meaning = "" if close and path != "name" else f" {info.help}"
+        return f"{shown} is not accepted" + (f"; did you mean {close[0]!r}?" if close else ".") + meaning
     return f"{text}, got {shown}. {info.help}"
+
+
+def _meant_by(path: str, given: str) -> Any:
+    """What others call by that value; None where nobody does."""
+    if path == "hardware.devices":
+        count = re.fullmatch(r"(-?\d+)(\.0*)?", given)
+        if count or given.lower() == "all":
+            return int(count[1]) if count else -1
+        return [*map(int, re.findall(r"\d+", given))] if re.match(r"[\[(]|cuda|gpu|\d+ *,", given.lower()) else None
+    if path == "name":
+        return re.sub(r"[^a-z0-9._-]+", "-", given.lower()).strip("-._")[:64] or None
+    return _MEANT.get((path, given.lower()))
 
 
 def _brief(value: Any) -> str:
@@ -1171,33 +1305,86 @@ def _brief(value: Any) -> str:
 
 
 _REFUSED = {
+    ("hardware.accelerator", "mps"): "kit knows the CPU and GPUs of NVIDIA; use cpu on a Mac",
+    ("hardware.accelerator", "tpu"): "kit knows the CPU and GPUs of NVIDIA",
     ("hardware.precision", "16-true"): "weights and gradients of 16 bits without a scaler underflow, and on a CPU are "
-    "computed many times slower besides, and end in nan; use 16-mixed on a GPU, bf16-mixed or bf16-true anywhere"
+    "computed many times slower besides, and end in nan; use 16-mixed on a GPU, bf16-mixed or bf16-true anywhere",
 }
 """Values that others know and kit does not take, and why."""
 
 
 _MEANT = {
-    ("hardware.precision", name): meant
-    for meant, names in {
-        "32-true": ("32", "fp32", "float32", "full"),
-        "bf16-mixed": ("bf16", "bfloat16", "mixed"),
-        "16-mixed": ("16", "fp16", "float16", "half", "amp"),
-    }.items()
+    (path, name): meant
+    for path, meant, names in (
+        ("hardware.precision", "32-true", ("32", "fp32", "float32", "full", "32-full")),
+        ("hardware.precision", "bf16-mixed", ("bf16", "bfloat16", "mixed")),
+        ("hardware.precision", "16-mixed", ("16", "fp16", "float16", "half", "amp")),
+        ("hardware.accelerator", "gpu", ("cuda", "cuda:0", "nvidia")),
+        ("hardware.strategy", "none", ("auto", "single_device", "")),
+        ("hardware.strategy", "ddp", ("dp", "ddp_spawn", "ddp_notebook", "ddp_fork")),
+        ("hardware.strategy", "fsdp", ("deepspeed", "deepspeed_stage_2", "deepspeed_stage_3", "model_parallel")),
+    )
     for name in names
 }
 """What others call a value."""
+_OF_MODULES = ("lr", "learning_rate", "weight_decay", "betas", "momentum", "hidden_dim", "hidden_size", "dropout")
+"""What most modules are made with, and no field is called."""
+_ELSEWHERE = {
+    name: paths
+    for paths, names in {
+        ("hardware.accelerator", "hardware.devices"): ("device", "cuda", "no_cuda"),
+        ("hardware.devices",): ("gpus", "num_gpus", "n_gpus", "ngpus", "world_size", "num_processes"),
+        ("hardware.precision",): ("fp16", "bf16", "amp", "dtype", "mixed_precision"),
+        ("levers.accumulate_grad_batches",): ("gradient_accumulation_steps", "accumulation", "accumulate"),
+        ("loader.batch_size",): ("per_device_train_batch_size", "train_batch_size", "bs"),
+        ("loader.num_workers",): ("workers", "dataloader_num_workers"),
+        ("training.gradient_clip_norm",): ("gradient_clip_val", "max_grad_norm", "clip_grad_norm"),
+        ("training.max_epochs",): ("epochs", "num_train_epochs", "num_epochs", "n_epochs"),
+        ("trial.max_steps", "training.max_steps"): ("steps", "num_steps", "train_steps"),
+        ("trial.folder", "commit.output"): ("output_dir", "default_root_dir", "save_dir"),
+        ("data.url",): ("path", "dataset", "store", "zarr"),
+        ("model.arguments",): _OF_MODULES,
+    }.items()
+    for name in names
+}
+"""What Lightning, transformers and others call a field."""
 
 
-def _did_you_mean(path: str) -> str:
+def paths_of(name: str) -> list[str]:
+    """Fields under the last part of their path, or under what other libraries call them, or spelled nearly so."""
     paths = [info.path for info in Config.fields()]
     leaf = {known: known.rpartition(".")[2] for known in paths}
-    name = path.rpartition(".")[2]
-    close = [known for known in paths if leaf[known] == name]
-    close = close or difflib.get_close_matches(path, [*paths, *Config.model_fields], n=1, cutoff=0.75)
-    names = difflib.get_close_matches(name, leaf.values(), n=1, cutoff=0.7)
-    close = close or [known for known in paths if [leaf[known]] == names]
-    return f"; did you mean {close[0]}?" if close else f"; the sections are {', '.join(Config.model_fields)}"
+    found = [known for known in paths if leaf[known] == name] or list(_ELSEWHERE.get(name.lower(), ()))
+    near = [] if found else difflib.get_close_matches(name, leaf.values(), n=1, cutoff=0.7)
+    return found or [known for known in paths if [leaf[known]] == near]
+
+
+def _did_you_mean(path: str, target: str = "") -> str:
+    """The end of an error about a path that no field has.
+
+    Args:
+        path: What was given.
+        target: Of the model, whose arguments may have been meant; empty for the default's.
+    """
+    section, _, name = path.rpartition(".")
+    if section == "model" or name in _OF_MODULES:
+        return _among_arguments(name, target or Model().target)
+    paths, start = [*(info.path for info in Config.fields()), *Config.model_fields], f"{section}." * bool(section)
+    close = [known for known in paths_of(name) if known.startswith(start)]
+    close = close or difflib.get_close_matches(path, [one for one in paths if one.startswith(start)], n=1, cutoff=0.75)
+    close = close or paths_of(name) or difflib.get_close_matches(path, paths, n=1, cutoff=0.75)
+    return f"; did you mean {' or '.join(close)}?" if close else f"; the sections are {', '.join(Config.model_fields)}"
+
+
+def _among_arguments(name: str, target: str) -> str:
+    """Where a setting of the module goes, and what the module takes."""
+    known: list[str] = []
+    with contextlib.suppress(ConfigError):
+        known = list(load("target.signature")(target) or ())
+    near = difflib.get_close_matches(name, known, n=1) or (["learning_rate"] if name == "lr" else [])
+    takes = f"; {target} takes {', '.join(known)}" if known else ""
+    path = f"model.arguments.{(near or [name])[0]}"
+    return f"; what the module is made with stands in model.arguments: replace({{{path!r}: ...}}){takes}"
 
 
 # -- YAML
@@ -1210,6 +1397,8 @@ def _read_text(path: str | Path) -> str:
     file = resolve_path(path)
     try:
         return file.read_bytes().decode("utf-8-sig")
+    except FileNotFoundError:
+        raise ConfigError(f"cannot read {path}: there is no file {file}{near(file)}") from None
     except (OSError, UnicodeDecodeError, ValueError) as error:
         raise ConfigError(f"cannot read {path}: {error}") from error
 
@@ -1269,7 +1458,9 @@ def _load_yaml(text: str, where: str) -> dict[str, Any]:
     if values is None:
         return {}
     if not isinstance(values, dict) or not all(isinstance(key, str) for key in values):
-        raise ConfigError("a config is a mapping of sections, such as 'loader:'", where)
+        is_path = isinstance(values, str) and values.endswith((".yaml", ".yml"))
+        way_out = "; kit.Config.load reads a file" * is_path
+        raise ConfigError(f"a config is a mapping of sections, such as 'loader:'{way_out}", where)
     return values
 
 

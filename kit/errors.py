@@ -52,6 +52,10 @@ class ConfigError(KitError, ValueError):
         return type(self), (self.problems, self.where)
 
 
+class ArgumentError(ConfigError, TypeError):
+    """An argument that a function does not take."""
+
+
 class TargetError(ConfigError, ImportError):
     """A model, data module or source that cannot be found under the name given."""
 

@@ -17,6 +17,7 @@ from html import escape
 from itertools import groupby
 from typing import Any
 
+from kit.errors import ConfigError
 from kit.units import format_bytes, format_count, format_seconds
 
 _RULE = "1px solid var(--jp-border-color2, #ccc)"
@@ -172,13 +173,16 @@ def table(rows: Mapping[str, Mapping[str, object]], caption: str = "") -> Table:
         A table for a notebook or a terminal.
 
     Raises:
-        ValueError: for rows without values.
+        ConfigError: for what is no mapping of mappings.
 
     Example:
         >>> print(kit.table({"near": {"requests": 210, "read_bytes": 5 << 20, "took_seconds": 0.3}}))
               requests   read    took
         near       210  5 MiB  300 ms
     """
+    asked: Any = rows  # by a user, who may give anything
+    if not isinstance(asked, Mapping) or not all(isinstance(row, Mapping) for row in asked.values()):
+        raise ConfigError(f"a table takes {{label: {{name: value}}}}, got {type(asked).__name__}")
     return Table(rows, caption)
 
 

@@ -112,7 +112,13 @@ def named_target(text: str) -> tuple[str, dict[str, Any]]:
 def _split(text: str) -> tuple[str, str]:
     match = _FORM.fullmatch(text.strip())
     if match is None:
-        raise TargetError(f"{text!r} is no import path; write package.module:Name or path/to/file.py:Name")
+        place, _, name = text.strip().rpartition(".")
+        hint = "write package.module:Name or path/to/file.py:Name"
+        if name == "py":
+            hint = f"name what is in the file, as {text.strip()}:Name"
+        elif name[:1].isupper() and all(part.isidentifier() for part in place.split(".")):
+            hint = f"did you mean '{place}:{name}'?"
+        raise TargetError(f"{text!r} is no import path; {hint}")
     return match["place"], match["name"]
 
 
@@ -310,10 +316,22 @@ def load_module_of_file(file: Path) -> ModuleType:
     return module
 
 
+ANY = "**"
+"""Among arguments that were read: any further name."""
 UNKNOWN = inspect.Parameter.empty
 """The default of an argument that has none, or none that reading can tell."""
 _DEEPEST = 8
 _Definition = ast.ClassDef | ast.FunctionDef
+
+
+def takes_any(value: str) -> bool:
+    """Whether what an import path points to takes arguments under names of the caller's, or cannot be told.
+
+    Raises:
+        TargetError: for a path that leads nowhere.
+    """
+    found = _read(value, _DEEPEST)
+    return found is None or ANY in found
 
 
 def signature_of(value: str | Callable[..., Any]) -> dict[str, Any] | None:
@@ -327,7 +345,7 @@ def signature_of(value: str | Callable[..., Any]) -> dict[str, Any] | None:
     """
     if isinstance(value, str):
         found, (_, given) = _read(value, _DEEPEST), named_target(value)
-        return found and {name: default for name, default in found.items() if name not in given}
+        return found and {name: default for name, default in found.items() if name not in (*given, ANY)}
     try:
         parameters = inspect.signature(value).parameters.values()
     except (TypeError, ValueError):
@@ -426,7 +444,7 @@ def _arguments(node: ast.FunctionDef) -> dict[str, Any]:
     defaults = [*[None] * (len(names) - len(node.args.defaults)), *node.args.defaults]
     pairs = [*zip(names, defaults, strict=True)]
     pairs += [(item.arg, default) for item, default in zip(node.args.kwonlyargs, node.args.kw_defaults, strict=True)]
-    return {name: _plain(default) for name, default in pairs}
+    return {name: _plain(default) for name, default in pairs} | ({ANY: UNKNOWN} if node.args.kwarg else {})
 
 
 def _plain(default: ast.expr | None) -> Any:

@@ -1,5 +1,6 @@
 """The order of arguments: config, module, data; without a config; and, with a warning, that of kit 0.1."""
 
+import numpy
 import pytest
 
 import kit
@@ -109,6 +110,96 @@ def test_a_recommendation_in_the_order_of_before_warns_and_works():
 def test_what_takes_a_trial_or_a_config_also_takes_data_by_name(given, named, expected):
     source = RunSource.of(given, **named)
     assert (source.module, source.data) == expected
+
+
+@pytest.mark.parametrize(
+    ("named", "words"),
+    [
+        ({"device": "cuda"}, r"hardware\.accelerator or hardware\.devices.*config\.replace"),
+        ({"batch_size": 3}, r"loader\.batch_size"),
+        ({"max_epochs": 3}, r"training\.max_epochs"),
+        ({"model": 3}, "module="),
+        ({"train_dataloaders": 3}, "data="),
+        ({"val_dataloaders": 3}, r"\(training, validation\)"),
+        ({"deterministic": True}, r"trainer=\{'deterministic'"),
+        ({"callback": 3}, "mean 'callbacks'"),
+        ({"lr": 3}, r"model\.arguments"),
+    ],
+)
+def test_an_argument_that_fit_does_not_have_is_answered_with_what_was_meant(named, words, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(TypeError, match=words) as caught:
+        kit.fit(CONFIG, **named)
+    assert isinstance(caught.value, ConfigError)
+    assert [problem.path for problem in caught.value.problems] == [*named]
+
+
+@pytest.mark.parametrize(
+    ("asked", "named"),
+    [
+        (kit.studies.find_batch_size, {"resolution": "0.1"}),
+        (kit.studies.find_batch_size, {"start": 2.5}),
+        (kit.studies.find_batch_size, {"most": True}),
+        (kit.predict_memory, {"timeout_seconds": "1 min"}),
+        (kit.studies.verify_sequences, {"lengths": [1, 2], "chunk": "128"}),
+    ],
+)
+def test_what_is_no_number_is_refused_by_its_name(asked, named):
+    with pytest.raises(TypeError, match=f"{[*named][-1]}: .* number") as caught:
+        asked(CONFIG, **named)
+    assert isinstance(caught.value, ConfigError)
+
+
+def test_loaders_in_the_order_of_lightning_are_refused_with_the_pair():
+    from kit.testing import TinyModule
+
+    for given in ((TinyModule, [1], [2]), (CONFIG, TinyModule, [1], [2])):
+        with pytest.raises(TypeError, match=r"\(training, validation\)"):
+            kit.fit(*given)
+
+
+@pytest.mark.parametrize(
+    ("asked", "words"),
+    [
+        (lambda: kit.build(CONFIG, "auto"), "plan: str .*plan_chunks"),
+        (lambda: kit.build(CONFIG, source="nowhere.npy"), r"data\.source: .*nowhere\.npy"),
+        (lambda: kit.commit(CONFIG, CONFIG), "trial: Config .*module="),
+        (lambda: kit.html_report([], None), "path: NoneType"),
+        (lambda: kit.table(None), "label"),
+        (lambda: kit.table({"a": 3}), "label"),
+        (lambda: kit.cloud.simulate("same regoin"), "mean 'same region'"),
+        (lambda: kit.cloud.simulate(None), "same region, "),
+        (lambda: kit.Trial.open(None), "no path"),
+        (lambda: kit.Trial("runs/a"), r"Trial\.open\('runs/a'\)"),
+        (lambda: kit.results(None), "folder: NoneType"),
+        (lambda: kit.results(CONFIG), "folder: Config"),
+        (lambda: kit.build(), "Config first"),
+        (lambda: kit.plan_chunks(None), "Config first"),
+        (lambda: kit.hardware("cuda"), "device="),
+        (lambda: kit.recommend(CONFIG, "T4", devices="8"), "devices: '8'"),
+        (lambda: kit.data.join("a.zarr"), "at least two"),
+        (lambda: kit.data.verify(None), "NoneType"),
+        (lambda: kit.data.expected_bytes(CONFIG, "auto"), "plan: str"),
+        (lambda: kit.data.measure_reading([CONFIG], seconds="2"), "'2' s"),
+        (lambda: kit.data.measure_networks(CONFIG, None), r"cloud: .*simulate"),
+        (lambda: kit.data.RowData([[1.0]]), "numpy.asarray"),
+        (lambda: kit.data.RowData(numpy.ones((3, 2)), row_block="2"), "row_block: '2'"),
+    ],
+)
+def test_what_a_first_hour_gives_wrong_is_a_clear_error_of_kits(asked, words, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "pyproject.toml").touch()
+    with pytest.raises(kit.KitError, match=words):
+        asked()
+
+
+def test_settings_in_place_of_a_config_are_told_what_takes_them():
+    with pytest.raises(ConfigError, match=r"replace"):
+        kit.fit(config={"loader.batch_size": 3})
+    with pytest.raises(ConfigError, match=r"build\.workers"):
+        kit.build(CONFIG, workers=3)
+    with pytest.raises(ConfigError, match=r"Config\.load"):
+        kit.data.measure_reading("recipe.yaml")
 
 
 def test_what_is_given_twice_is_refused():

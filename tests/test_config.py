@@ -4,7 +4,9 @@ import contextlib
 import json
 import re
 import string
+from pathlib import Path
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -158,6 +160,90 @@ def test_every_mistake_is_reported_at_once():
     with pytest.raises(ConfigError) as caught:
         Config.from_yaml("loader: {batch_size: 0, nope: 1}\ntraining: {seed: -1}")
     assert {problem.path for problem in caught.value.problems} == {"loader.batch_size", "loader.nope", "training.seed"}
+
+
+@pytest.mark.parametrize(
+    ("made", "path", "words"),
+    [
+        (lambda: Config(batch_size=3), "batch_size", r"mean loader\.batch_size\? .*'loader\.batch_size'"),
+        (lambda: Config(memory_bytes=3), "memory_bytes", r"loader\.memory_bytes or build\.memory_bytes"),
+        (lambda: Config(loader={"batchsize": 3}), "loader.batchsize", r"mean loader\.batch_size"),
+        (lambda: Config(**{"loader.batch_size": 3}), "loader.batch_size", r"mean loader\.batch_size"),
+        (lambda: Config(epochs=3), "epochs", r"mean training\.max_epochs"),
+        (lambda: Config(gradient_accumulation_steps=3), "gradient_accumulation_steps", "accumulate_grad_batches"),
+        (lambda: Config(model={"lr": 3}), "model.lr", r"model\.arguments\.learning_rate.*UNet takes .*width"),
+        (lambda: Config().replace({"model.lr": 3}), "model.lr", r"model\.arguments\.learning_rate.*UNet takes"),
+        (lambda: Config().replace({"hardware.gpus": 3}), "hardware.gpus", r"mean hardware\.devices"),
+        (lambda: Config().replace({"training.lr": 3}), "training.lr", r"model\.arguments"),
+        (lambda: Config().replace(batch_size=3), "batch_size", r"mean loader\.batch_size"),
+        (lambda: Config().replace({3: 3}), "3", "sections"),
+        (lambda: Config("recipe.yaml"), "", r"Config\.load"),
+        (lambda: Config({"loader.batch_size": 3}), "", r"replace"),
+        (lambda: Config.make(None), "", r"Config\.load"),
+        (lambda: Config.make({1: 2}), "1", "text"),
+        (lambda: Config().replace([("loader.batch_size", 3)]), "", "mapping"),
+        (lambda: Config().diff({}), "", "compared"),
+        (lambda: Config.from_yaml("recipe.yaml"), "", r"Config\.load"),
+        (lambda: Config.load(None), "", "no path"),
+    ],
+)
+def test_what_others_write_is_answered_with_where_it_lives(made, path, words):
+    with pytest.raises(ConfigError) as caught:
+        made()
+    (problem,) = caught.value.problems
+    assert problem.path == path
+    assert re.search(words, problem.message)
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "words"),
+    [
+        ("hardware.accelerator", "cuda", "mean 'gpu'"),
+        ("hardware.accelerator", "mps", "NVIDIA"),
+        ("hardware.devices", "2", r"mean 2\?"),
+        ("hardware.devices", "cuda:1", r"mean \[1\]\?"),
+        ("hardware.devices", "all", r"mean -1\?"),
+        ("hardware.devices", "0,1", r"mean \[0, 1\]\?"),
+        ("hardware.devices", 2.0, r"mean 2\?"),
+        ("hardware.strategy", "auto", "mean 'none'"),
+        ("hardware.strategy", "deepspeed_stage_2", "mean 'fsdp'"),
+        ("hardware.precision", 16, "mean '16-mixed'"),
+        ("data.patch", (1, 64, 64), r"\{'time': 1, .*got \[1, 64, 64\]"),
+        ("chunking.chunk", 64, r"\{'time': 1"),
+        ("data.patch", {"time": 0}, r"data\.patch\.time: .*got 0"),
+        ("model.target", dict, r"kit\.fit\(config, MyModule"),
+        ("name", "My Run!", "mean 'my-run'"),
+        ("trial.max_steps", 3, r"2 at most"),
+    ],
+)
+def test_a_value_as_others_write_it_is_answered_with_kits(path, value, words):
+    with pytest.raises(ConfigError, match=words):
+        Config().replace({path: value})
+
+
+def test_what_is_plainly_meant_is_taken():
+    numbers = {"loader.batch_size": np.int64(8), "data.patch": {"lat": np.int32(4)}, "training.gradient_clip_norm": 1}
+    config = Config().replace({
+        **numbers, "data.variables": "sst", "data.url": Path("a/b.zarr"), "loader.memory_bytes": 4e9,
+        "model.arguments.width": np.float32(2), "data.patch.lon": 3,
+    })  # fmt: skip
+    assert config.get("data.patch") == {"lat": 4, "lon": 3}
+    assert (config.data.variables, config.data.url, config.model.arguments) == (("sst",), "a/b.zarr", {"width": 2.0})
+    assert Config.from_yaml(config.to_yaml()) == config
+
+
+def test_a_name_that_is_no_field_is_answered_where_it_is_read():
+    with pytest.raises(AttributeError, match=r"mean loader\.batch_size"):
+        Config().batch_size  # noqa: B018
+    assert not hasattr(Config().loader, "seed")
+
+
+def test_a_file_that_is_not_there_is_named_with_what_is(tmp_path):
+    (tmp_path / "recipe.yaml").touch()
+    with pytest.raises(ConfigError, match=rf"no file {tmp_path}/recpie\.yaml.*mean 'recipe\.yaml'"):
+        Config.load(tmp_path / "recpie.yaml")
+    with pytest.raises(ConfigError, match=rf"no folder {tmp_path}/conf"):
+        Config.load(tmp_path / "conf" / "recipe.yaml")
 
 
 def test_nothing_in_a_config_can_be_changed():

@@ -13,13 +13,16 @@ from fake_nvml import FakeNvml, card
 from waiting import PATIENCE_SECONDS
 
 import kit.machine.gpus
+import kit.machine.machine
 from kit.config import Config
+from kit.data.stores.url import answer_seconds
 from kit.errors import HardwareError
 from kit.machine.gpus import Gpu, GpuTable, read_joules, read_nvml, visible
 from kit.machine.machine import (
     Machine,
     Seat,
     Share,
+    _cores_at,
     core_quota,
     hardware,
     memory_limit,
@@ -427,4 +430,18 @@ def test_a_process_that_takes_its_seat_keeps_to_its_cores():
 def test_a_busy_machine_says_how_many_wait_for_each_core(load, waiting, monkeypatch):
     monkeypatch.setattr(os, "getloadavg", lambda: (load, 0.0, 0.0))
     monkeypatch.setattr("kit.machine.machine.share", lambda: SimpleNamespace(cores=4))
+    _cores_at.cache_clear()
     assert waiting_per_core() == waiting
+    _cores_at.cache_clear()
+
+
+def test_a_busy_machine_is_not_looked_at_for_each_object_that_is_read(monkeypatch):
+    reads, read = [], kit.machine.machine._read
+    monkeypatch.setattr("kit.machine.machine._read", lambda path: reads.append(path) or read(path))
+    monkeypatch.setattr(os, "getloadavg", lambda: (7.0, 0.0, 0.0))
+    _cores_at.cache_clear()
+    answer_seconds()
+    once = len(reads)
+    for _ in range(100):
+        answer_seconds()
+    assert 0 < once <= len(reads) < 100 * once

@@ -21,7 +21,7 @@ from typing import Any, Self
 
 from kit.cloud.counts import check_fractions
 from kit.config import Config
-from kit.errors import ConfigError, Problem
+from kit.errors import ConfigError, Problem, did_you_mean
 from kit.units import format_bytes, format_count, format_seconds, parse_bytes
 
 _REFUSALS = (429, 503)
@@ -160,9 +160,8 @@ def preset(name: str) -> Dials:
         ConfigError: for a name that is none.
     """
     if name not in PRESETS:
-        close = difflib.get_close_matches(name, PRESETS, n=1)
-        hint = f"did you mean {close[0]!r}?" if close else f"choose one of {', '.join(map(repr, PRESETS))}"
-        raise ConfigError([Problem("preset", f"{name!r} is no preset; {hint}")], "simulated cloud")
+        hint = did_you_mean(name, PRESETS, "choose one of {}")
+        raise ConfigError([Problem("preset", f"{name!r} is no preset{hint}")], "simulated cloud")
     return PRESETS[name]
 
 

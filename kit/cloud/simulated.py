@@ -88,6 +88,7 @@ class SimulatedCloud:
         Raises:
             ConfigError: for a path without a bucket, or a scheme that is none of gs, s3 and http.
         """
+        path = str(path)
         bucket = path.strip("/").partition("/")[0]
         if not bucket or "://" in path or bucket == "-":
             raise ConfigError([Problem("path", f"{path!r} names no bucket; write bucket/path")], "simulated cloud")

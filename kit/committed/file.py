@@ -77,7 +77,11 @@ def commit(
         >>> kit.Config.load(committed.file).model.target
         'kit.models:UNet'
     """
-    found = Trial.open(trial) if isinstance(trial, str | Path) else trial
+    asked: Any = Trial.open(trial) if isinstance(trial, str | Path) else trial  # by a user, who may give anything
+    if not isinstance(asked, Trial | None):
+        message = f"{type(asked).__name__} is no trial; give one or its run directory, and module= and data= by name"
+        raise ConfigError([Problem("trial", message)])
+    found: Trial | None = asked
     write_drafts(module, data)
     job, notes = make_job(config, found, module, data, logger, callbacks, trainer)
     folder = project_folder() / Path(config.commit.folder).expanduser()

@@ -20,7 +20,7 @@ from typing_extensions import override
 from zarr.abc.store import RangeByteRequest, Store
 from zarr.core.buffer import default_buffer_prototype
 
-from kit.config import resolve_path
+from kit.config import near, resolve_path
 from kit.data.stores.url import open_store, redact, resolve_url, run_sync, sizes_of_objects
 from kit.errors import StoreError
 
@@ -93,7 +93,7 @@ def _groups_in(xarray: Any, file: Any) -> str:
 def _local_file(place: str) -> Path:
     path = resolve_path(place.removeprefix("file://"))
     if not path.is_file():
-        raise StoreError(f"there is no file {path}")
+        raise StoreError(f"there is no file {path}{near(path)}")
     return path
 
 

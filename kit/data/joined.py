@@ -107,6 +107,8 @@ def join(
         >>> both.select(["sst", "sst_2"])[1].matched[0].index[:3].tolist()
         [0, 1, 2]
     """
+    if isinstance(stores, str):  # else its letters
+        raise _error(f"{redact(stores)} is one store; give at least two, as a list")
     parts = _open_all(partial(open_dataset, credentials=credentials), stores)
     if len(parts) < 2:
         raise _error(f"{len(parts)} store is nothing to join; give at least two")

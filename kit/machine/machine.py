@@ -23,13 +23,15 @@ devices to its memory. What the notebook's own process does is not bound.
 
 from __future__ import annotations
 
+import functools
 import os
 import re
+import time
 import typing
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from kit.errors import HardwareError
 from kit.machine.claims import GpuLease, claims
@@ -46,7 +48,8 @@ _UNLIMITED_BYTES = 1 << 60
 """Version 1 writes "no limit" as a number about this large."""
 _OCCUPANCY_BYTES = 256 << 20
 _CROWDED_FRACTION = 0.5
-_BF16_CAPABILITY = (8, 0)
+BF16_CAPABILITY = (8, 0)
+"""From which CUDA compute capability on products of bf16 have units of their own."""
 _COLUMNS = ("GPU", "name", "free", "memory", "busy", "processes", "capability", "UUID")
 
 
@@ -109,9 +112,15 @@ def people_per_core() -> float:
 def waiting_per_core() -> float:
     """How many processes want each core, at least 1: in a room by its people, else by the load of the last minute."""
     load = os.getloadavg()[0]
-    if load <= 1:  # for the reader of each small object, to whom looking at the cores is a millisecond
+    if load <= 1:
         return people_per_core()
-    return max(people_per_core(), min(_MOST_WAITING, load / share().cores))
+    return max(people_per_core(), min(_MOST_WAITING, load / _cores_at(int(time.monotonic()), os.environ.get(SEAT))))
+
+
+@functools.lru_cache(maxsize=1)
+def _cores_at(second: int, seat: str | None) -> int:  # noqa: ARG001 - what the answer holds for
+    """Cores of this process: read at most once a second, since readers of small objects ask for each."""
+    return share().cores
 
 
 _MOST_WAITING = 8.0
@@ -306,6 +315,10 @@ def hardware(
         >>> kit.hardware().cores >= 1
         True
     """
+    asked: Any = read  # by a user, who may give anything
+    if not callable(asked):
+        way_out = "name a device in kit.predict_memory(config, device=...)"
+        raise HardwareError(f"hardware() tells what is here and takes no {type(asked).__name__}; {way_out}")
     table = visible(read(), os.environ if environment is None else environment)
     mine, notes = seat(environment), table.notes
     gpus = table.gpus if mine is None else tuple(_part_of(gpu, mine) for gpu in table.gpus)
@@ -455,7 +468,7 @@ def _check_strategy(section: HardwareSection, ranks: int, what: str) -> None:
 
 def _precision(section: HardwareSection, chosen: Sequence[Gpu]) -> tuple[str, list[str]]:
     """The number format, and why; bf16 is computed in hardware from capability 8.0 on."""
-    native = all(gpu.capability is not None and gpu.capability >= _BF16_CAPABILITY for gpu in chosen)
+    native = all(gpu.capability is not None and gpu.capability >= BF16_CAPABILITY for gpu in chosen)
     precision = section.precision
     if precision == "16-mixed" and not chosen:
         raise HardwareError("hardware.precision is 16-mixed, which needs a GPU; on the CPU use bf16-mixed or 32-true")

@@ -34,7 +34,7 @@ import cloudpickle
 from kit.arguments import check_count
 from kit.config import Config
 from kit.errors import ConfigError, HardwareError, Problem
-from kit.machine.machine import Machine, hardware
+from kit.machine.machine import BF16_CAPABILITY, Machine, hardware
 from kit.memory.replay.cards import THIS_MACHINE, DeviceTarget, target_of
 from kit.train.choices import held_flags, validates_by
 from kit.trial.payload import NO_PARTS, Part, TrainerParts, check_parts, parts_of, why_not_sent
@@ -42,7 +42,6 @@ from kit.trial.submit import check_targets, versions
 from kit.units import format_bytes
 
 MOST_RANKS = 1024
-_BF16_CAPABILITY = (8, 0)
 _IMMATERIAL = (
     "name", "trial", "calibration", "chunking", "training.seed", "training.max_epochs", "training.max_steps",
     "training.monitor", "training.monitor_mode", "training.early_stopping_patience", "hardware.accelerator",
@@ -203,7 +202,7 @@ def precision_of(config: Config, target: DeviceTarget) -> str:
         return "32-true" if wanted == "auto" else wanted
     if wanted != "auto":
         return wanted
-    return "bf16-mixed" if (target.capability or (0, 0)) >= _BF16_CAPABILITY else "16-mixed"
+    return "bf16-mixed" if (target.capability or (0, 0)) >= BF16_CAPABILITY else "16-mixed"
 
 
 def ranks_of(config: Config, world_size: int | None = None) -> int:

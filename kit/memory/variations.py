@@ -192,7 +192,12 @@ def _combinations(variations: Variations, config: Config) -> Iterator[Mapping[st
         values = [value if isinstance(value, list | tuple) else [value] for value in variations.values()]
         found = [dict(zip(variations, combination, strict=True)) for combination in itertools.product(*values)]
     else:
-        found = [dict(changes) for changes in variations]
+        asked: Any = variations  # by a user, who may give anything
+        listed = [*asked] if isinstance(asked, Iterable) else [asked]
+        if wrong := [one for one in listed if not isinstance(one, Mapping)]:
+            message = "give {path: [values]} for every combination, or a list of {path: value}"
+            raise ConfigError([Problem("variations", f"{type(wrong[0]).__name__} names no changes; {message}")])
+        found = [dict(one) for one in listed]
     if len(found) > MOST_VARIATIONS:
         message = f"{len(found)} combinations; ask for at most {MOST_VARIATIONS} at a time"
         raise ConfigError([Problem("variations", message)])

@@ -16,6 +16,7 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from html import escape
+from os import PathLike
 from pathlib import Path
 from typing import Any
 
@@ -68,6 +69,9 @@ def html_report(trials: Given | Sequence[Given], path: str | Path, *, title: str
         >>> kit.html_report(trial, "report.html").name
         'report.html'
     """
+    asked: Any = path  # by a user, who may give anything
+    if not isinstance(asked, str | PathLike):
+        raise ConfigError([Problem("path", f"{type(asked).__name__} is no path; write such as 'report.html'")])
     file = Path(path).expanduser()
     refuse_folder(file, "report.html")
     if not overwrite:

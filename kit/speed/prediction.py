@@ -24,7 +24,7 @@ from kit.errors import KitError
 from kit.json_text import write_json
 from kit.memory.query import MOST_RANKS, MemoryQuery, make_query
 from kit.memory.recordings import RecordingRequest, recordings_of
-from kit.memory.replay.cards import CARDS, THIS_MACHINE, DeviceTarget, target_of
+from kit.memory.replay.cards import CARDS, THIS_MACHINE, DeviceTarget, emulated, target_of
 from kit.memory.replay.estimate import MemoryEstimate
 from kit.memory.replay.replay import GUESSED_CONDITION, Recording
 from kit.registry import Drawable, load
@@ -153,7 +153,10 @@ def speed_of(
         device=target.name if devices == 1 else f"{devices} × {target.name}", devices=devices,
         batch_size=step.batch_size, accumulate=step.accumulate, time=time, mfu=_mfu(step, time, priced),
         costs=priced.name, on_gpu=target.device_kind == "cuda", link=within,
-        reasons=(*_sources(time, priced, devices, within), *reasons),
+        reasons=(
+            *emulated(str(recording.facts.get("precision", "")), target), *_sources(time, priced, devices, within),
+            *reasons,
+        ),
     )  # fmt: skip
 
 

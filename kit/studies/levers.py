@@ -20,7 +20,7 @@ from typing import Any, Literal
 
 from kit.arguments import config_first
 from kit.config import Config
-from kit.errors import ConfigError, KitError, Problem
+from kit.errors import ConfigError, KitError, Problem, did_you_mean
 from kit.memory.prediction import predict_memory
 from kit.registry import Drawable
 from kit.studies.repeats import MOST, Tried, try_change
@@ -154,7 +154,8 @@ class LeversCheck(Drawable):
 @config_first
 def verify_levers(
     config: Any = None, module: Any = None, data: Any = None, *,
-    levers: Sequence[str | Change] | None = None, cumulative: bool = True, repeats: int = MOST, seconds: float = 60.0,
+    levers: str | Change | Sequence[str | Change] | None = None, cumulative: bool = True, repeats: int = MOST,
+    seconds: float = 60.0,
 ) -> LeversCheck:  # fmt: skip
     """Run a config, then run it again with each memory lever, and wait for all of it.
 
@@ -194,7 +195,7 @@ def verify_levers(
     return LeversCheck(tuple(steps), cumulative)
 
 
-def _changes(config: Config, levers: Sequence[str | Change] | None) -> dict[str, Change]:
+def _changes(config: Config, levers: str | Change | Sequence[str | Change] | None) -> dict[str, Change]:
     if levers is None:
         return {
             name: change
@@ -202,14 +203,14 @@ def _changes(config: Config, levers: Sequence[str | Change] | None) -> dict[str,
             if name != "fused optimizer" and any(config.get(path) != value for path, value in change.items())
         }
     found: dict[str, Change] = {}
-    for lever in levers:
+    for lever in [levers] if isinstance(levers, str | Mapping) else levers:
         if isinstance(lever, Mapping):
             found[", ".join(f"{path.rpartition('.')[2]}: {value}" for path, value in lever.items())] = lever
         elif lever in LEVERS:
             found[lever] = LEVERS[lever]
         else:
-            known = ", ".join(LEVERS)
-            raise ConfigError([Problem("levers", f"{lever!r} is none of {known}; or give {{'section.field': value}}")])
+            hint = did_you_mean(lever, LEVERS, "there are {}")
+            raise ConfigError([Problem("levers", f"{lever!r} is no lever{hint}; or give {{'section.field': value}}")])
     if not found:
         raise ConfigError([Problem("levers", "no levers are listed; leave it out to try all of them")])
     return found

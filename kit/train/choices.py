@@ -18,7 +18,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Literal
 
-from kit.config import Checkpoint, Config, Hardware, Training
+from kit.config import Checkpoint, Config, Hardware, Training, paths_of
 from kit.errors import ConfigError, Problem, did_you_mean
 
 _MIB = 1 << 20
@@ -244,7 +244,8 @@ def trainer_flags(given: object, config: Config, manual: bool = False) -> dict[s
             problems.append((name, REFUSED[name]))
         elif name not in PASSED:
             known = (*PASSED, *SAID_BY_CONFIG)
-            hint = did_you_mean(name, known, "Lightning lists them under Trainer")
+            fields = paths_of(str(name))
+            hint = did_you_mean(name, known, f"{' or '.join(fields)} says it" if fields else "Lightning lists its own")
             problems.append((name, f"the Trainer has no such argument{hint}"))
         elif name == "plugins":
             problems += [("plugins", reason) for reason in map(_why_no_plugin, _listed(value)) if reason]

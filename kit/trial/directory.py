@@ -119,10 +119,10 @@ class RunPaths:
         Raises:
             TrialError: when the directory is not there or is not a run.
         """
-        run = cls(Path(directory).expanduser().absolute())
         try:
+            run = cls(Path(directory).expanduser().absolute())
             is_run, exists = run.marker.is_file(), run.directory.exists()
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError, TypeError, RuntimeError) as error:
             raise TrialError(f"{str(directory)[:200]!r} is no path of a run: {error}") from None
         if not is_run:
             state = "does not exist" if not exists else f"is not a run: it holds no {_MARKER}"
@@ -228,7 +228,14 @@ def cannot_write(folder: Path, error: OSError, needed_bytes: int = 0) -> ConfigE
 
 
 def runs_folder(folder: str | Path = "runs") -> Path:
-    """Where run directories are kept: as given when absolute, else below the project folder."""
+    """Where run directories are kept: as given when absolute, else below the project folder.
+
+    Raises:
+        ConfigError: for what is no path.
+    """
+    asked: Any = folder  # by a user, who may give anything
+    if not isinstance(asked, str | os.PathLike):
+        raise ConfigError([Problem("folder", f"{type(asked).__name__} is no folder; give such as 'runs'")])
     given = Path(folder).expanduser()
     return given if given.is_absolute() else project_folder() / given
 

@@ -36,9 +36,9 @@ from typing import Any, Literal
 import cloudpickle
 
 from kit.config import Config
-from kit.errors import ConfigError, KitWarning, Problem
+from kit.errors import ConfigError, KitWarning, Problem, did_you_mean
 from kit.secrets_in_text import secrets_of
-from kit.targets import class_bodies, path_of
+from kit.targets import class_bodies, find_target, path_of, signature_of, takes_any
 
 Kind = Literal["default", "path", "class", "factory", "instance", "entry", "module"]
 """`module` is data that the module itself makes the loaders of; the value is then the part of the module."""
@@ -139,7 +139,8 @@ NO_PARTS = TrainerParts()
 
 
 def _parts(name: str, kind: str, given: object) -> tuple[Part, ...]:
-    values = list(given) if isinstance(given, list | tuple) else [] if given is None or given is False else [given]
+    several = list(given) if isinstance(given, list | tuple) else [given]
+    values = [one for one in several if one is not None and one is not False]
     parts = tuple(map(Part.of, values))
     for part in parts:
         if part.kind == "entry" and not isinstance(part.value.get("class_path"), str):
@@ -149,6 +150,10 @@ def _parts(name: str, kind: str, given: object) -> tuple[Part, ...]:
         if part.kind in ("class", "instance") and kind not in {base.__name__ for base in held.__mro__}:
             message = f"{part} is no {kind} of lightning.pytorch; give one, its class or a function that makes it"
             raise ConfigError([Problem(name, message)])
+        if part.kind in ("class", "factory"):
+            _check_call(part, name, {}, f"; give an instance, as {held.__name__}(...)" * (part.kind == "class"))
+        if part.kind in ("path", "entry"):
+            find_target(part.value if part.kind == "path" else ":".join(part.value["class_path"].rsplit(".", 1)))
     return parts
 
 
@@ -305,18 +310,40 @@ def check_parts(module: Part, data: Part, config: Config) -> None:
     calls: list[tuple[Part, str, Mapping[str, Any]]] = []
     if module.kind == "class":
         calls.append((module, "model.arguments", config.model.arguments))
-    if data.kind == "class" and own_arguments(config) and not is_patch_data(data.value):
+    elif module.kind in ("default", "path"):
+        _check_arguments(module.value or config.model.target, config.model.arguments)
+    if data.kind == "class" and not is_patch_data(data.value):
         calls.append((data, "data.arguments", own_arguments(config)))
     calls += [(part, name, {}) for part, name in ((module, "module"), (data, "data")) if part.kind == "factory"]
     for part, path, arguments in calls:
-        try:
-            signature = inspect.signature(part.value)
-        except (TypeError, ValueError):
-            continue
-        try:
-            signature.bind(**arguments)
-        except TypeError as error:
-            raise ConfigError([Problem(path, f"{part} cannot be made: {error}; it takes {signature}")]) from None
+        _check_call(part, path, arguments)
+
+
+def _check_call(part: Part, path: str, arguments: Mapping[str, Any], way_out: str = "") -> None:
+    """Refuse a class or function that cannot be called with these arguments."""
+    try:
+        signature = inspect.signature(part.value)
+    except (TypeError, ValueError):
+        return
+    try:
+        signature.bind(**arguments)
+    except TypeError as error:
+        known = [name for name in arguments if name not in signature.parameters]
+        hint = did_you_mean(known[0], signature.parameters, otherwise="") if known else ""
+        takes = ", ".join(str(one).partition(":")[0].partition("=")[0].strip() for one in signature.parameters.values())
+        message = f"{part} cannot be made: {error}{hint}; it takes ({takes}){way_out}"
+        raise ConfigError([Problem(path, message)]) from None
+
+
+def _check_arguments(target: str, arguments: Mapping[str, Any]) -> None:
+    """Refuse arguments that a module at an import path is seen not to take; its source is read, and not run."""
+    if not arguments or takes_any(target):
+        return
+    known = signature_of(target) or {}
+    unknown = [name for name in arguments if name not in known]
+    if unknown:
+        message = f"{target} takes no {unknown[0]!r}{did_you_mean(unknown[0], known, otherwise='')}"
+        raise ConfigError([Problem("model.arguments", f"{message}; it takes {', '.join(known) or 'none'}")])
 
 
 def _is_of_torch(kind: type) -> bool:
@@ -352,8 +379,29 @@ def _check_data(value: Any) -> None:
             "torch.utils.data.TensorDataset(inputs, targets), kit.data.RowData(values) or a DataLoader"
         )
         raise ConfigError([Problem("data", message)])
+    if isinstance(value, types.GeneratorType):
+        message = "a generator gives one epoch, and to one process; give the function that makes it, or a DataLoader"
+        raise ConfigError([Problem("data", message)])
+    if isinstance(value, list | dict):
+        _check_several(value)
     if isinstance(value, tuple):
         _check_pair(value)
+    elif not any(hasattr(value, mark) for mark in ("train_dataloader", "__iter__", "__getitem__")):
+        given = f"{type(value).__name__} {os.fspath(value)}" if isinstance(value, os.PathLike) else type(value).__name__
+        message = f"{given} is neither a data module nor a loader nor a data set; give one, or a function that makes it"
+        raise ConfigError([Problem("data", message)])
+
+
+def _check_several(given: list[Any] | dict[str, Any]) -> None:
+    """Refuse batches where Lightning combines loaders, and nothing at all."""
+    values = [*given.values()] if isinstance(given, dict) else given
+    parts = [one for value in values for one in (value if isinstance(value, list | tuple) else [value])]
+    holds_values = any(type(one).__module__.partition(".")[0] in _OF_ARRAYS and hasattr(one, "shape") for one in parts)
+    if not values or holds_values:
+        found = "samples or batches" if holds_values else "nothing"
+        way_out = "of samples give DataLoader(samples, batch_size=...), of batches DataLoader(batches, batch_size=None)"
+        message = f"a {type(given).__name__} of {found}, where Lightning combines loaders; {way_out}"
+        raise ConfigError([Problem("data", message)])
 
 
 def _check_pair(values: tuple[Any, ...]) -> None:

@@ -20,6 +20,7 @@ import importlib.util
 import json
 import os
 import platform
+import re
 import sys
 import warnings
 from collections.abc import Iterator, Mapping
@@ -27,7 +28,7 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from kit.config import Config
+from kit.config import Config, resolve_path
 from kit.errors import ConfigError, HardwareError, KitWarning, Problem
 from kit.events import SUPERVISOR, EventWriter
 from kit.json_text import read_json
@@ -200,7 +201,29 @@ def check_targets(module: Part, data: Part, config: Config) -> None:
     if module.kind in ("default", "path"):
         find_target(config.model.target if module.kind == "default" else module.value)
     if data.kind == "path":
+        _refuse_place(data.value)
         find_target(data.value)
+    elif isinstance(data.value, os.PathLike):
+        _refuse_place(os.fspath(data.value))
+
+
+def _refuse_place(text: str) -> None:
+    """Refuse the path or URL of data where an import path is meant, with what reads it."""
+    from kit.data.stores.url import TABLES, redact
+
+    suffix, rows = Path(text).suffix.lower(), (".npy", ".pt", ".pth")
+    is_place = "://" in text or suffix in (*TABLES, *rows, ".zarr", ".nc") or resolve_path(text).exists()
+    if _TARGET.search(text) or not is_place:
+        return
+    how = f"config.replace({{'data.url': {redact(text)!r}}}) reads a store, and data.patch says what a sample is"
+    if suffix in rows:
+        how = f"rows are read with data=kit.data.RowData({text!r})"
+    elif suffix in TABLES:
+        how = f"a table is read with data=kit.data.EventData(kit.data.open_table({text!r}, main_entity_column=...))"
+    raise ConfigError([Problem("data", f"{redact(text)} is a place and no import path; {how}")])
+
+
+_TARGET = re.compile(r"\w:[A-Za-z_]\w*$")
 
 
 def _check_own_data(config: Config, world_size: int) -> dict[str, Any]:

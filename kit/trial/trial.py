@@ -95,6 +95,9 @@ class Trial(Drawable):
     """
 
     def __init__(self, paths: RunPaths, config: Config | None = None) -> None:
+        given: Any = paths  # by a user, who may give anything
+        if isinstance(given, str | Path):
+            raise TrialError(f"a trial is started by kit.fit, and opened by kit.Trial.open({str(given)!r})")
         self.run_directory: Path = paths.directory
         self.paths = paths
         self.environment: dict[str, Any] = paths.read_environment()

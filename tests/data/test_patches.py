@@ -82,6 +82,30 @@ def equal(mine, theirs):
     return all(torch.equal(one[name], other[name]) for one, other in pairs for name in ("values", "valid"))
 
 
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ("gs://bucket/sea.zarr", r"'data\.url': 'gs://bucket/sea\.zarr', 'data\.patch'"),
+        (Path("sea.zarr"), r"'data\.url': 'sea\.zarr'"),
+        ("recipe.yaml", r"Config\.load\('recipe\.yaml'\)"),
+        (np.zeros((3, 4)), r"PatchData\(config, data\)"),
+        (None, r"PatchData\(config, data\)"),
+    ],
+)
+def test_data_in_place_of_the_config_is_told_how_it_is_given(given, words):
+    with pytest.raises(ConfigError, match=words):
+        PatchData(given)
+
+
+def test_the_place_of_a_store_beside_the_config_is_read(config):
+    elsewhere = config.replace({"data.url": "nowhere.zarr"})
+    data = PatchData(elsewhere, Path(config.data.url))
+    data.setup()
+    batch = next(iter(data.train_dataloader()))
+    data.teardown()
+    assert len(batch["values"]) == config.loader.batch_size
+
+
 def test_a_batch_is_two_tensors_of_one_shape(config):
     first, *_, last = passes(loader_of(config))
     assert (first["values"].shape, first["values"].dtype) == ((4, 2, 1, 3, 4), torch.float32)

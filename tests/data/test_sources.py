@@ -1,5 +1,7 @@
 """Sources: whatever data lies in, its values, packing, coordinates and attributes arrive in the store."""
 
+from pathlib import Path
+
 import numpy as np
 import pytest
 import xarray
@@ -14,6 +16,7 @@ from kit.data.build.build import build
 from kit.data.build.grids import XarraySource, ZarrSource
 from kit.data.build.open_source import load_source, open_place
 from kit.data.build.rechunk import pieces, read_pieces
+from kit.data.open_dataset import open_dataset
 from kit.errors import BuildError, ConfigError, MissingChunkError, StoreError
 
 
@@ -33,6 +36,26 @@ def example(shape=(6, 5, 4)):
         {"t": (("time", "lat", "lon"), values, {"units": "K"}), "area": (("lat", "lon"), values[0])},
         coordinates, {"title": "an example"},
     )  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ["sale.csv", "sale.parquet", "sale.npy", "sale.nc", "sale.zarr", "sale"])
+def test_a_source_that_is_not_there_is_named_with_where_it_was_looked_for(tmp_path, name):
+    (tmp_path / f"sales{Path(name).suffix}").touch()
+    with pytest.raises(StoreError, match=rf"data\.source: .* {tmp_path}/{name}.*mean 'sales"):
+        open_place(str(tmp_path / name))
+    with pytest.raises(StoreError, match=rf"data\.source: .* {tmp_path}/old/{name}.*no folder {tmp_path}/old"):
+        open_place(f"file://{tmp_path}/old/{name}")
+
+
+@pytest.mark.parametrize("name", ["sales.csv", "sales.parquet"])
+def test_a_table_is_no_source_and_no_store_and_told_what_reads_it(tmp_path, name):
+    (tmp_path / name).touch()
+    with pytest.raises(ConfigError, match=r"data\.source: .*EventData"):
+        open_place(str(tmp_path / name))
+    with pytest.raises(StoreError, match="EventData"):
+        open_dataset(tmp_path / name)
+    with pytest.raises(StoreError, match=rf"{name[1:]} .*mean '{name}'"):
+        open_dataset(tmp_path / name[1:])
 
 
 # -- xarray
@@ -141,7 +164,7 @@ def test_a_npy_file_and_a_memmap_are_built(tmp_path):
 def test_a_npy_file_of_objects_or_cut_short_is_refused(tmp_path):
     np.save(tmp_path / "o.npy", np.array([{}], object), allow_pickle=True)
     (tmp_path / "c.npy").write_bytes(b"\x93NUMPY")
-    for file in ("o.npy", "c.npy", "none.npy"):
+    for file in ("o.npy", "c.npy"):
         with pytest.raises(ConfigError, match=rf"{file} .*mapped"):
             load_source(Config.make({"data": {"source": str(tmp_path / file)}}))
 

@@ -8,6 +8,7 @@ import math
 import pytest
 
 from kit.charts.rows import scaling_figure
+from kit.config import Config
 from kit.errors import ConfigError, PlanError, TrialError
 from kit.memory.alongside import fit
 from kit.records.results import results
@@ -140,13 +141,22 @@ def test_a_strategy_stays_the_same_idea_on_other_counts(given, devices, strategy
     assert strategy_for(given, devices) == strategy
 
 
+@pytest.mark.parametrize("runs", [None, 3, Config(), [None], [Config()], {"state": "COMPLETE"}, [{}]])
+def test_what_is_no_run_is_refused_with_what_is(runs):
+    with pytest.raises(ConfigError, match=r"runs: .*kit\.fit.*kit\.results"):
+        predict_run(runs, devices=[1])
+
+
 def test_what_cannot_be_foretold_is_refused(config, one):
     for devices in ([], [0], [5000]):
         with pytest.raises(ConfigError, match="devices"):
             predict_run(one, devices=devices)
     assert [row.devices for row in predict_run(one, devices=2, memory=False).rows] == [2]
-    with pytest.raises(ConfigError, match="epochs"):
-        predict_run(one, epochs=0)
+    for epochs in (0, "20", 2.5):
+        with pytest.raises(ConfigError, match="epochs"):
+            predict_run(one, epochs=epochs)
+    with pytest.raises(ConfigError, match="devices_per_node: '8'"):
+        predict_run(one, devices=[1], devices_per_node="8")
     with pytest.raises(ConfigError, match="none to predict"):
         predict_run([])
     with pytest.raises(ConfigError, match="no example"):

@@ -474,8 +474,15 @@ def test_what_no_setting_mends_is_not_tried():
 
 def test_a_finding_that_is_not_there_is_answered_with_those_that_are():
     found = FAULTS["loader start-up"]
+    diagnosis = judge(found, source(found))
     with pytest.raises(KeyError, match="loader start-up"):
-        judge(found, source(found))["full precision"]
+        diagnosis["full precision"]
+    with pytest.raises(KeyError, match="mean 'loader start-up'"):
+        diagnosis["start-up"]
+    with pytest.raises(KeyError, match="mean 'loader start-up'"):
+        diagnosis["loader startup"]
+    with pytest.raises(KeyError, match="rule 'no prefetch' .*loader start-up"):
+        diagnosis["prefetch"]
 
 
 parts = st.floats(0, 1)

@@ -162,6 +162,11 @@ def test_arguments_of_the_trainer_pass_through(config, flags, seen):
         ({"logger": "kit.testing:TinyData", "callbacks": [3]}, "callbacks", "Callback"),
         ({"callbacks": [(one for one in "ab")]}, "callbacks", "Callback"),
         ({"callbacks": [TinyModule]}, "callbacks", "Callback"),
+        ({"callbacks": EarlyStopping}, "callbacks", r"'monitor'.*EarlyStopping\(\.\.\.\)"),
+        ({"callbacks": [ModelSummary, EarlyStopping]}, "callbacks", "'monitor'"),
+        ({"callbacks": lambda trainer: None}, "callbacks", "'trainer'"),
+        ({"callbacks": [{"class_path": "lightning.pytorch.callbacks.EarlyStoping"}]}, "", "mean 'EarlyStopping'"),
+        ({"trainer": {"gpus": 1}}, "trainer.gpus", "hardware.devices"),
     ],
 )
 def test_what_a_trial_does_not_take_is_refused_before_any_run(config, tmp_path, more, path, word):

@@ -1,5 +1,6 @@
 import functools
 import threading
+from pathlib import Path
 
 import numpy as np
 import pandas
@@ -12,6 +13,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from kit.config import Config
 from kit.errors import ConfigError
 from kit.trial.payload import Part, check_parts, pack
+from kit.trial.submit import check_targets
 
 
 class Held:
@@ -112,6 +114,56 @@ def test_values_that_make_no_batches_are_refused_with_what_does(value, name):
         check_parts(Part.of(None), Part.of(value), Config())
 
 
+@pytest.mark.parametrize(
+    ("value", "words"),
+    [
+        ((batch for batch in "ab"), "generator .*DataLoader"),
+        ([(torch.zeros(2, 2), torch.zeros(2))] * 3, "batch_size=None"),
+        ({"x": np.zeros((8, 2))}, "DataLoader"),
+        ([], "nothing"),
+        (3, "int .*data set"),
+        (DataLoader, "'dataset'"),
+    ],
+)
+def test_data_of_other_kinds_is_refused_with_what_is_taken(value, words):
+    with pytest.raises(ConfigError, match=f"data.*{words}"):
+        check_parts(Part.of(None), Part.of(value), Config())
+
+
+@pytest.mark.parametrize("kind", [str, Path])
+@pytest.mark.parametrize(
+    ("place", "words"),
+    [
+        ("a/x.zarr", r"data\.url"), ("x.npy", "RowData"), ("x.parquet", "EventData"), ("gs://bucket/x", r"data\.url"),
+    ],
+)  # fmt: skip
+def test_the_place_of_data_is_answered_with_what_reads_it(kind, place, words):
+    if kind is Path and "://" in place:
+        return
+    with pytest.raises(ConfigError, match=f"data: .*{words}"):
+        check_targets(Part.of(None), Part.of(kind(place)), Config())
+
+
+@pytest.mark.parametrize(
+    ("target", "argument", "words"),
+    [
+        ("kit.models:UNet", "widht", "mean 'width'"),
+        ("kit.models:GPT", "lr", "takes .*learning_rate"),
+    ],
+)
+def test_an_argument_that_a_module_at_a_path_does_not_take_is_refused(target, argument, words):
+    config = Config().replace({"model.target": target, f"model.arguments.{argument}": 1})
+    for module in (None, target):
+        with pytest.raises(ConfigError, match=rf"model\.arguments: {target} .*'{argument}'.*{words}"):
+            check_parts(Part.of(module), Part.of(TensorDataset(torch.zeros(2))), config)
+
+
+def test_a_module_that_takes_any_argument_is_given_it(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "open.py").write_text("class Net:\n    def __init__(self, width=1, **more): ...\n")
+    check_parts(Part.of("open.py:Net"), Part.of(TensorDataset(torch.zeros(2))), made_with({"depth": 3}))
+
+
 def test_data_sets_and_loaders_over_tensors_are_taken():
     rows = TensorDataset(torch.zeros(8, 2))
     for value in (rows, (rows, rows), DataLoader(rows), [DataLoader(rows)], {"a": DataLoader(rows)}):
@@ -122,7 +174,7 @@ def test_arguments_of_own_data_are_checked_unless_a_source_takes_them():
     with pytest.raises(ConfigError, match=r"data\.arguments: class Model .*'hidth'"):
         check_parts(Part.of(None), Part.of(Model), made_with(data={"width": 3, "hidth": 3}))
     check_parts(Part.of(None), Part.of(Model), made_with(data={"width": 3}))
-    check_parts(Part.of(None), Part.of(Model), made_with(data={"seed": 3}, source="datasets/ocean/source.py:Ocean"))
+    check_parts(Part.of(None), Part.of(Held), made_with(data={"seed": 3}, source="datasets/ocean/source.py:Ocean"))
 
 
 def made_with(model=None, data=None, source=None):

@@ -29,9 +29,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from kit.arguments import takes_config
+from kit.chunks.search import ChunkPlan
 from kit.config import Config
 from kit.data.build.grids import ZarrSource
-from kit.data.build.layout import plan_chunks
+from kit.data.build.layout import plan_chunks, refuse_no_plan
 from kit.data.build.open_source import load_source
 from kit.data.build.plan import BuildPlan, groups, plan_tasks
 from kit.data.build.rechunk import Grouping
@@ -58,8 +59,6 @@ from kit.units import format_bytes, format_seconds
 
 if TYPE_CHECKING:
     from zarr.abc.store import Store
-
-    from kit.chunks.search import ChunkPlan
 
 _JOURNAL_FRACTION = 0.01
 _NOTEWORTHY_RATIO = 1.1
@@ -104,6 +103,7 @@ def build(
         >>> {array.shape for array in dataset.arrays.values()}
         {(4, 96, 96)}
     """
+    refuse_no_plan(plan)
     opened = load_source(config, source)
     chosen = plan_chunks(config, source=opened)
     asked = plan is not None and (plan.chunk, plan.shard) != (chosen.chunk, chosen.shard)

@@ -34,7 +34,7 @@ from kit.data.stores.disk_cache import Entries, MemoryCache, ReadCache
 from kit.data.stores.url import local_folder
 from kit.data.stream.expected import Expected, Reading, expect
 from kit.data.variables import ArrayInfo
-from kit.errors import PlanError
+from kit.errors import ConfigError, PlanError, Problem
 from kit.tables import html_table
 from kit.units import format_bytes, format_count
 
@@ -208,6 +208,17 @@ class SizeEstimate:
         return html_table(("data", "stored (estimated)", "ratio", "objects", "chunks"), [row])
 
 
+def refuse_no_plan(given: object) -> None:
+    """Refuse what is no plan of chunks.
+
+    Raises:
+        ConfigError: with what makes one.
+    """
+    if not isinstance(given, ChunkPlan | None):
+        message = f"{type(given).__name__} is no plan; give what kit.plan_chunks(config) answers, or leave it out"
+        raise ConfigError([Problem("plan", message)])
+
+
 @takes_config
 def expected_bytes(config: Config, plan: ChunkPlan | None = None, *, source: Any = None) -> SizeEstimate:
     """How many bytes a build will write. Nothing is created.
@@ -227,6 +238,7 @@ def expected_bytes(config: Config, plan: ChunkPlan | None = None, *, source: Any
         >>> kit.data.expected_bytes(ocean).raw_bytes > 0
         True
     """
+    refuse_no_plan(plan)
     opened = load_source(config, source)
     return estimate(opened, make_blueprint(config, opened, plan or plan_chunks(config, source=opened)))
 

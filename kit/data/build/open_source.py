@@ -13,19 +13,22 @@ import inspect
 import re
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from os import PathLike, fspath
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from kit.config import Config, resolve_path
+from kit.config import Config, near, resolve_path
 from kit.data.build.arrays import IMAGES, ArraySource, ImageFolder, open_npy
 from kit.data.build.grids import XarraySource, ZarrSource, open_file_source
 from kit.data.build.source import Source, check_source, source_error
 from kit.data.dataset import XarrayDataset
 from kit.data.files import split_group
 from kit.data.open_dataset import open_dataset
-from kit.errors import KitError
+from kit.data.stores.foreign import find_repository
+from kit.data.stores.url import HOW_TABLES_ARE_READ, TABLES
+from kit.errors import KitError, StoreError
 from kit.targets import load_target
 
 
@@ -38,6 +41,8 @@ def load_source(config: Config, given: Any = None) -> Source:
         ConfigError: when it is empty, its arguments do not fit, or what it makes is no source.
     """
     variables = config.data.variables
+    if isinstance(given, str | PathLike):
+        config, given = config.replace({"data.source": fspath(given)}), None
     if given is not None:
         return as_source(given, variables)
     if config.data.source is None or not config.data.source.strip():
@@ -117,6 +122,17 @@ def _check_single(text: str) -> None:
         raise source_error("source", message)
 
 
+def _check_there(text: str) -> None:
+    """Refuse a path on this machine where nothing is, and a table."""
+    if _URL.match(text) and not text.startswith("file://"):
+        return
+    path = resolve_path(text.removeprefix("file://"))
+    if path.is_file() and path.suffix.lower() in TABLES:
+        raise source_error("source", f"{path} is a table; {HOW_TABLES_ARE_READ}")
+    if not path.exists() and find_repository(str(path), "default") is None:
+        raise StoreError(f"data.source: there is no file or folder {path}{near(path)}")
+
+
 def is_zarr(path: Path) -> bool:
     """Whether a folder is a store of Zarr."""
     return any((path / mark).exists() for mark in ("zarr.json", ".zgroup", ".zmetadata", ".zarray"))
@@ -128,6 +144,7 @@ def open_place(text: str) -> Callable[..., Any] | None:
         return None
     _check_single(text)
     place = split_group(text)
+    _check_there(text if place is None else place[0])
     if place is not None and not text.lower().endswith(".npy"):
         return partial(open_file_source, *place)
     if not _URL.match(text) or text.startswith("file://"):

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
+from os import PathLike, fspath
 from typing import TYPE_CHECKING, Any
 
 from lightning.pytorch import LightningDataModule
@@ -30,6 +31,7 @@ from kit.data.sampling import sample_plan
 from kit.data.splits import Part
 from kit.data.stores.disk_cache import ReadCache
 from kit.data.stores.url import redact
+from kit.errors import ConfigError
 
 if TYPE_CHECKING:
     from kit.data.dataset import XarrayObject
@@ -157,6 +159,18 @@ class ConfiguredData(EpochData):
             self.use_config(found)
 
 
+def _no_config(given: object) -> ConfigError:
+    """What to write in place of data that stands where the config does."""
+    if isinstance(given, str | PathLike) and not fspath(given).endswith((".yaml", ".yml")):
+        sizes = "'data.patch': {'time': 1, 'lat': 64, 'lon': 64}"
+        how = f"kit.data.PatchData(kit.Config().replace({{'data.url': {redact(fspath(given))!r}, {sizes}}}))"
+    elif isinstance(given, str | PathLike):
+        how = f"kit.data.PatchData(kit.Config.load({fspath(given)!r}))"
+    else:
+        how = "kit.data.PatchData(config, data), where data.patch of the config says what a sample is"
+    return ConfigError(f"PatchData takes a Config first, got {type(given).__name__}; write {how}")
+
+
 class PatchData(EpochData):
     """Random, grid or block-shuffled patches of the store that `config.data` names, or of what is given instead.
 
@@ -165,13 +179,20 @@ class PatchData(EpochData):
 
     Args:
         config: Which samples, and how they are read.
-        given: An xarray Dataset or DataArray, or an open dataset, to read instead of the store of the config.
+        given: What to read instead of the store of the config: an xarray Dataset or DataArray, an open dataset, or
+            another path or URL.
+
+    Raises:
+        ConfigError: for what is no Config, with how its place is given.
     """
 
-    def __init__(self, config: Config, given: Dataset | XarrayObject | None = None) -> None:
+    def __init__(self, config: Config, given: Dataset | XarrayObject | str | PathLike[str] | None = None) -> None:
         super().__init__()
-        self.config = config
-        self.given = given
+        first: Any = config  # by a user, who may give anything
+        if not isinstance(first, Config):
+            raise _no_config(first)
+        self.config = config.replace({"data.url": fspath(given)}) if isinstance(given, str | PathLike) else config
+        self.given: Dataset | XarrayObject | None = None if isinstance(given, str | PathLike) else given
         self.dataset: Dataset | None = None
         self.loader: PatchLoader | None = None
         self.validation_loader: PatchLoader | None = None

@@ -26,10 +26,11 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from math import prod
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from zarr.core.sync import sync
 
+from kit.arguments import no_config
 from kit.chunks.geometry import place_of
 from kit.config import Config
 from kit.data.dataset import Dataset
@@ -103,7 +104,13 @@ class Probe:
 
         The mean latency is taken, since times of requests add up. A rate of requests is taken only where the store
         refused more: otherwise it is no limit of the store's.
+
+        Raises:
+            ConfigError: for what is no Config.
         """
+        given: Any = config  # by a user, who may give anything
+        if not isinstance(given, Config):
+            raise no_config("apply", given, "call probe.apply(config)")
         rates = {
             "bandwidth_bytes_per_second": self.bandwidth_bytes_per_second,
             "total_bandwidth_bytes_per_second": self.total_bandwidth_bytes_per_second,

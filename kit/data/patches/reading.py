@@ -20,8 +20,10 @@ import statistics
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from numbers import Real
 from typing import TYPE_CHECKING, Any
 
+from kit.arguments import no_config
 from kit.chunks.cost import slowest
 from kit.cloud.dials import preset
 from kit.config import Config
@@ -185,7 +187,7 @@ class Readings(Sequence[MeasuredReading]):
         return f'{table}<div style="opacity: 0.75; max-width: 60em">{notes}</div>'
 
 
-def measure_reading(*configs: Config, seconds: float = 3.0) -> Readings:
+def measure_reading(*configs: Config | Sequence[Config], seconds: float = 3.0) -> Readings:
     """Read what each config would feed a trial, and compare it with the prediction.
 
     Args:
@@ -205,9 +207,14 @@ def measure_reading(*configs: Config, seconds: float = 3.0) -> Readings:
         >>> len(readings)
         1
     """
-    if not configs or not seconds > 0:
-        raise PlanError(f"{len(configs)} configs for {seconds} s measure nothing; give one config and seconds above 0")
-    return Readings([_measure(config.replace(_ALONE), seconds) for config in configs])
+    given: list[Any] = [one for some in configs for one in (some if isinstance(some, list | tuple) else [some])]
+    length: Any = seconds
+    if not given or not isinstance(length, Real) or not length > 0:
+        raise PlanError(f"{len(given)} configs for {seconds!r} s measure nothing; give one config and seconds above 0")
+    for one in given:
+        if not isinstance(one, Config):
+            raise no_config("measure_reading", one, "call measure_reading(config)")
+    return Readings([_measure(config.replace(_ALONE), seconds) for config in given])
 
 
 def _measure(config: Config, seconds: float) -> MeasuredReading:
@@ -376,7 +383,7 @@ class ServedEpochs(Sequence[ServedEpoch]):
 
 
 def measure_networks(
-    config: Config, cloud: SimulatedCloud, networks: Sequence[str] | Mapping[str, float] = NETWORKS, *,
+    config: Config, cloud: SimulatedCloud, networks: str | Sequence[str] | Mapping[str, float] = NETWORKS, *,
     price_per_thousand_reads: float = 0.0, epochs: int = 1, seconds: float = 1.0,
 ) -> ServedEpochs:  # fmt: skip
     """Read one store over several networks: how fast, and what whole epochs ask of it and cost.
@@ -405,7 +412,12 @@ def measure_networks(
         >>> [one.network for one in served]
         ['same region']
     """
-    prices = dict(networks) if isinstance(networks, Mapping) else dict.fromkeys(networks, 0.0)
+    place: Any = cloud  # by a user, who may give anything
+    if not hasattr(place, "address"):
+        message = f"{type(place).__name__} is no cloud; give what kit.cloud.simulate answered"
+        raise ConfigError([Problem("cloud", message)])
+    listed = [networks] if isinstance(networks, str) else networks
+    prices = dict(listed) if isinstance(listed, Mapping) else dict.fromkeys(listed, 0.0)
     if not prices or epochs < 1:
         raise PlanError(f"{epochs} epochs over {len(prices)} networks measure nothing; give at least one of each")
     for name in prices:

@@ -352,8 +352,9 @@ class RowData(ConfiguredData):
         self.row_block, self.window_blocks, self._in_memory = row_block, window_blocks, in_memory
         self.loader: RowLoader | None = None
         self._kept: Rows | None = None
-        if row_block < 1 or window_blocks < 1:
-            raise ConfigError([Problem("row_block", f"{row_block} rows × {window_blocks} blocks: at least 1 of each")])
+        if not all(isinstance(one, int) and one >= 1 for one in (row_block, window_blocks)):
+            message = f"{row_block!r} rows × {window_blocks!r} blocks; give whole numbers from 1"
+            raise ConfigError([Problem("row_block", message)])
 
     @property
     def shape(self) -> tuple[int, ...]:

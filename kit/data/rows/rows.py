@@ -19,8 +19,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from kit.config import near
 from kit.data.rows.page_cache import delivered_dtype, name_of
-from kit.data.rows.sources import MemoryRows, NpyRows, RowSource, TorchRows, ZarrRows, near
+from kit.data.rows.sources import MemoryRows, NpyRows, RowSource, TorchRows, ZarrRows
 from kit.data.stores.url import local_folder, redact, resolve_url
 from kit.errors import ConfigError, MissingRowsError, Problem, RowsError
 from kit.machine.machine import share
@@ -223,6 +224,8 @@ def open_rows(
     given: object = place
     if not isinstance(given, str | PathLike):
         message = f"{type(place).__name__} is no place; give a path, a URL, a tensor or an array"
+        if hasattr(place, "to_numpy") or isinstance(place, list | tuple):
+            message += ", as " + ("frame.to_numpy()" if hasattr(place, "to_numpy") else "numpy.asarray(values)")
         raise ConfigError([Problem("source", message)])
     url = resolve_url(fspath(given))
     file = local_folder(url)

@@ -30,7 +30,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from typing_extensions import override
 
-from kit.config import Loader
+from kit.config import Loader, near
 from kit.data.dataset import Dataset
 from kit.data.open_dataset import open_dataset
 from kit.data.rows.page_cache import LimitedTable, MappedTable, Table, gather, name_of, plain_dtype, table_of, tensor_of
@@ -38,7 +38,7 @@ from kit.data.stores.transfer import absent_chunks
 from kit.data.stores.url import local_folder, open_store, redact, resolve_url, store_error
 from kit.data.stream.engine import Engine
 from kit.data.variables import ArrayInfo
-from kit.errors import KitWarning, MissingRowsError, RowsError, StoreError, did_you_mean, first_line
+from kit.errors import KitWarning, MissingRowsError, RowsError, StoreError, first_line
 
 
 class RowSource(ABC):
@@ -347,9 +347,3 @@ def _find(url: str, credentials: str, variable: str, strict: bool) -> tuple[Data
         names = ", ".join(dataset.arrays) or "none"
         raise RowsError(f"{redact(url)} holds {len(dataset.arrays)} arrays ({names}); name one of them in variable")
     return dataset, dataset.select((variable or next(iter(dataset.arrays)),))[0]
-
-
-def near(missing: Path) -> str:
-    """What else is there that may have been meant, as the end of a sentence; empty for nothing."""
-    names = [item.name for item in missing.parent.iterdir()] if missing.parent.is_dir() else []
-    return did_you_mean(missing.name, names, otherwise="", cutoff=0.5)

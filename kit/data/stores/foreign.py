@@ -165,6 +165,9 @@ def open_references(url: str, credentials: str) -> Store:
     Raises:
         StoreError: when they cannot be read, or are no references.
     """
+    folder = local_folder(resolve_url(url))
+    if folder is not None and not url.endswith(".json") and not folder.is_dir():
+        open_store(url, credentials)  # which says why it is no store
     if not url.endswith(".json"):
         return references_as_store(resolve_url(url), credentials)
     root, _, name = resolve_url(url).rpartition("/")

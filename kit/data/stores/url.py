@@ -30,7 +30,7 @@ from zarr.core.buffer import default_buffer_prototype
 from zarr.core.sync import sync
 from zarr.storage import LocalStore
 
-from kit.config import project_folder
+from kit.config import near, project_folder
 from kit.data.stores.fsspec import RemoteStore, open_remote, refuse_metadata, refuse_resolved
 from kit.data.stores.retry import passing, status_of
 from kit.errors import StoreError, UnreachableStoreError
@@ -73,6 +73,9 @@ def resolve_url(url: str) -> str:
         StoreError: for a chained URL, an unknown scheme, a URL that carries credentials or a query, and text that is
             no URL or path at all.
     """
+    given: Any = url  # by a user, who may give anything
+    if not isinstance(given, str):
+        raise StoreError(f"{type(given).__name__} names no store; write a path or a URL such as gs://bucket/name")
     _refuse_odd_text(url)
     if not url.strip() or "\0" in url:
         raise StoreError(
@@ -167,6 +170,10 @@ def local_folder(url: str) -> Path | None:
 
 _OPENED_BY = {".zip": "zarr.storage.ZipStore", ".tif": "rioxarray.open_rasterio", ".tiff": "rioxarray.open_rasterio"}
 """What reads a file that is no store, by its suffix."""
+TABLES = (".csv", ".tsv", ".parquet", ".parq", ".feather", ".arrow", ".xlsx", ".duckdb", ".sqlite", ".db")
+HOW_TABLES_ARE_READ = (
+    "kit.data.EventData trains on tables in Parquet, DuckDB and PostgreSQL; write others as Parquet, as with pandas"
+)
 
 
 def open_store(url: str, credentials: str = "default", *, read_only: bool = True) -> Store:
@@ -187,11 +194,14 @@ def open_store(url: str, credentials: str = "default", *, read_only: bool = True
     url = resolve_url(url)
     folder = local_folder(url)
     if folder is not None:
+        if folder.is_file() and folder.suffix.lower() in TABLES:
+            raise StoreError(f"{folder} is a table; {HOW_TABLES_ARE_READ}")
         if folder.exists() and not folder.is_dir():
             opened_by = _OPENED_BY.get(folder.suffix.lower(), "xarray.open_dataset")
             raise StoreError(f"{folder} is a file; a store is a folder. Give kit what {opened_by} makes of it")
         if read_only and not folder.exists():
-            raise StoreError(f"{folder} does not exist; build it with kit.build(config), or correct data.url")
+            way_out = "build it with kit.build(config), or correct data.url"
+            raise StoreError(f"{folder} does not exist; {way_out}{near(folder)}")
         return LocalStore(folder, read_only=read_only)
     options = options_of(url, credentials, read_only)
     _check_reachable(url)

@@ -18,12 +18,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping
+from os import PathLike
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import BaseModel, BeforeValidator, Field, ValidationError
 
-from kit.config import Bytes, Names, Section, read_yaml, resolve_path, setting, write_yaml
+from kit.config import Bytes, Names, Section, near, read_yaml, resolve_path, setting, write_yaml
 from kit.data.tables.duckdb import DuckDBDatabase, ParquetDatabase
 from kit.data.tables.postgres import PostgresDatabase
 from kit.data.tables.table import Database, DatabaseTable
@@ -227,6 +228,9 @@ def read_sources(place: str | Path | Mapping[str, Any]) -> Sources:
     else:
         try:
             text = resolve_path(place).read_bytes().decode("utf-8-sig")
+        except FileNotFoundError:
+            file = resolve_path(place)
+            raise ConfigError(f"cannot read {place}: there is no file {file}{near(file)}") from None
         except (OSError, UnicodeDecodeError) as error:
             raise ConfigError(f"cannot read {place}: {error}") from None
         values = read_yaml(text, where)
@@ -264,6 +268,12 @@ def open_table(place: str | Path | Mapping[str, Any] | DataSource, **fields: Any
         return _validated(DataSource, {**place.model_dump(), **fields}).open() if fields else place.open()
     if isinstance(place, Mapping):
         return _validated(DataSource, {**place, **fields}).open()
+    given: Any = place  # by a user, who may give anything
+    if not isinstance(given, str | PathLike):
+        way_out = "a DuckDB or Parquet file, a YAML file of data sources, or a mapping like an entry of one"
+        if hasattr(given, "to_parquet"):
+            way_out = "the path that its to_parquet(path) has written"
+        raise ConfigError([Problem("connection", f"{type(given).__name__} is no table; give {way_out}")])
     if str(place).lower().endswith(_YAML):
         sources, others = read_sources(place), sorted({*fields} - {"name"})
         if others:
@@ -273,11 +283,16 @@ def open_table(place: str | Path | Mapping[str, Any] | DataSource, **fields: Any
         if not fields.get("name") and len(events) != 1:
             raise ConfigError(f"it describes {', '.join(sources.names)}; say which with name=", str(place))
         return sources.open(fields.get("name") or events[0])
+    if re.match(r"(?!postgres(ql)?:|file:)[a-z][a-z0-9+.-]+://", str(place), re.IGNORECASE):
+        message = "tables are read from a disk, not from a URL; kit.data.download_once(url, folder) brings one there"
+        raise ConfigError([Problem("connection.path", message)])
+    place = str(place).removeprefix("file://")
     if re.match(r"postgres(ql)?://", str(place)):
         parts = "{'type': ..., 'name': ..., 'connection': {'kind': 'postgresql', 'host': ..., 'database': ...}}"
         raise ConfigError([Problem("connection", f"a server is named by its parts, not by a URL; give {parts}")])
     if str(place).lower().endswith((".csv", ".tsv", ".csv.gz")):
-        raise ConfigError([Problem("connection.path", f"{place} is CSV, which has no types; write it as Parquet once")])
+        message = f"{place} is CSV, which has no types; write it as Parquet once: pandas.read_csv(...).to_parquet(...)"
+        raise ConfigError([Problem("connection.path", message)])
     kind = "duckdb" if str(place).lower().endswith(_DUCKDB) else "parquet"
     connection = {"kind": kind, "path": str(place), **fields.pop("connection", {})}
     name = re.sub(r"[^A-Za-z0-9_.-]", "", fields.get("table") or Path(place).stem).lstrip(".-0123456789") or "table"

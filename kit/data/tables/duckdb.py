@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Any
 
 from typing_extensions import override
 
-from kit.config import resolve_path
+from kit.config import near, resolve_path
 from kit.data.tables import sql
 from kit.data.tables.source import import_extra
 from kit.data.tables.table import Database, Session
@@ -79,6 +79,8 @@ class DuckDBSession(Session):
         for text in sql.statements_to_parse(relation, query, wheres):
             if [statement.type for statement in self._connection.extract_statements(text)] != [select]:
                 raise QueryError(f"{sql.shown(query, wheres)} is not one SELECT or one condition; give one")
+        for where in filter(str.strip, wheres):  # parsing looks for no column
+            self.rows(f"DESCRIBE {sql.select('1', relation, [where])}")
 
     @override
     def described(self, relation: str) -> list[tuple[str, str]]:
@@ -198,7 +200,7 @@ class DuckDBDatabase(EmbeddedDatabase):
         """
         file = resolve_path(self._declared.path)
         if not file.is_file():
-            raise UnreachableDatabaseError(f"{self.absent()} any more")
+            raise UnreachableDatabaseError(f"{self._declared.path} is not there any more: {self.absent()}")
         session = self._session(str(file), read_only=True)
         session.seal()
         return session
@@ -212,7 +214,8 @@ class DuckDBDatabase(EmbeddedDatabase):
 
     @override
     def absent(self) -> str:
-        return f"there is no file {resolve_path(self._declared.path)}"
+        file = resolve_path(self._declared.path)
+        return f"there is no file {file}{near(file)}"
 
 
 class ParquetDatabase(EmbeddedDatabase):
@@ -249,4 +252,6 @@ class ParquetDatabase(EmbeddedDatabase):
 
     @override
     def absent(self) -> str:
-        return f"there is no Parquet file at {self._declared.path}"
+        place = resolve_path(self._declared.path)
+        what = "holds no Parquet file" if place.is_dir() else f"is no Parquet file{near(place)}"
+        return f"{self._declared.path} {what} (looked at {place})"

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING
 
 from kit.config import Config
 from kit.data.tables.features import Features, sketch_width
-from kit.data.tables.source import Query, TableSource, plan_partitions
+from kit.data.tables.source import Query, TableSource, plan_partitions, refuse_no_table
 from kit.data.tables.statistics import FITTED, Column, FittedColumn, Statistic, choose_columns, new_statistic
 from kit.errors import ConfigError, Problem, QueryError
 from kit.machine.machine import hardware
@@ -71,6 +71,7 @@ def fit_features(
         >>> table = kit.data.open_table(shop, table="purchases", main_entity_column="customer_id")
         >>> features = kit.data.fit_features(table, columns=["price"], announce=None)
     """
+    refuse_no_table(source, "fit_features")
     settings = (config or Config()).queries
     sketch_width(sketch_quality)
     if not 0 <= target_fraction < 1:

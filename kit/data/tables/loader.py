@@ -50,14 +50,13 @@ from kit.data.tables.chunks import (
 from kit.data.tables.declare import open_table
 from kit.data.tables.features import Features
 from kit.data.tables.fit import fit_features
-from kit.data.tables.source import import_extra
-from kit.errors import QueryError
+from kit.data.tables.source import TableSource, import_extra
+from kit.data.tables.table import DatabaseTable
+from kit.errors import ConfigError, Problem, QueryError
 from kit.units import format_bytes, format_count
 
 if TYPE_CHECKING:
     import pyarrow
-
-    from kit.data.tables.source import TableSource
 
 Encode = Callable[["pyarrow.Table"], Any]
 
@@ -216,9 +215,22 @@ class EventData(ConfiguredData):
         batch_size: int | None = None,
         features: Features | None = None,
     ) -> None:
-        super().__init__(config or Config(), {} if batch_size is None else {"loader.batch_size": batch_size})
+        asked: Any = Config() if config is None else config  # by a user, who may give anything
+        place: Any = source
+        if not isinstance(asked, Config):
+            how = "kit.data.EventData(source, config, table='purchases')"
+            raise ConfigError([Problem("config", f"{type(asked).__name__} is no Config; write {how}")])
+        if isinstance(place, Config):
+            raise ConfigError([Problem("source", "a Config holds no table; write kit.data.EventData(source, config)")])
+        super().__init__(asked, {} if batch_size is None else {"loader.batch_size": batch_size})
         named = {"name": table} if table else {}
-        self.source = open_table(source, **named) if isinstance(source, str | Path | Mapping) else source
+        self.source: TableSource = place if hasattr(place, "partition_transformation") else open_table(place, **named)
+        if not self.source.main_entity_column:
+            names = ", ".join(self.source.schema().names)
+            how = f"kit.data.open_table(path, main_entity_column=...), one of {names}"
+            raise ConfigError([Problem("main_entity_column", f"missing: whose are the rows? Give {how}")])
+        if where and isinstance(self.source, DatabaseTable):
+            self.source.check(where)
         self.sketch_quality = sketch_quality
         self.loader: EventLoader | None = None
         self._where = where

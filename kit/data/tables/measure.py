@@ -46,7 +46,7 @@ from kit.data.tables.chunks import (
     serve,
     within,
 )
-from kit.data.tables.source import Partition, Query, checked, expected_schema
+from kit.data.tables.source import Partition, Query, checked, expected_schema, refuse_no_table
 from kit.errors import ConfigError, KitError, Problem, QueryError
 from kit.machine.machine import hardware
 from kit.machine.processes import peak_rss_bytes, rss_bytes, watch_lifeline
@@ -212,7 +212,7 @@ def measure_queries(
     source: TableSource,
     config: Config | None = None,
     *,
-    counts: Sequence[int] = (1, 2, 4, 8),
+    counts: Sequence[int] | int = (1, 2, 4, 8),
     columns: Sequence[str] = (),
     where: str = "",
     phase: Phase = "load",
@@ -241,6 +241,8 @@ def measure_queries(
         >>> [setting.count for setting in kit.data.measure_queries(table, counts=(1, 2)).settings]
         [1, 2]
     """
+    refuse_no_table(source, "measure_queries")
+    counts = (counts,) if isinstance(counts, int) else counts
     wrong = [count for count in counts if isinstance(count, bool) or not isinstance(count, int) or count < 1]
     if not counts or wrong:
         message = f"{wrong[0]!r} is none; give whole numbers from 1" if wrong else "none are given; try (1, 2, 4, 8)"

@@ -27,6 +27,8 @@ import importlib
 from collections.abc import Generator, Iterable, Iterator
 from dataclasses import dataclass, field
 from datetime import date
+from numbers import Integral
+from os import PathLike
 from typing import TYPE_CHECKING, Any, Literal, Protocol, runtime_checkable
 
 from kit.errors import ConfigError, PartitionError, Problem, SchemaChangedError
@@ -145,6 +147,18 @@ class TableSource(Protocol):
         """End the reads that are still open."""
 
 
+def refuse_no_table(given: object, name: str) -> None:
+    """Refuse what is no open table.
+
+    Raises:
+        ConfigError: with what opens one.
+    """
+    if not hasattr(given, "partition_transformation"):
+        place = repr(str(given)) if isinstance(given, str | PathLike) else "path"
+        message = f"{name} takes an open table, got {type(given).__name__}; give kit.data.open_table({place}, ...)"
+        raise ConfigError([Problem("source", message)])
+
+
 _EXTRAS = {
     "duckdb": "DuckDB and Parquet tables are read by duckdb",
     "psycopg": "PostgreSQL tables are read by psycopg",
@@ -227,6 +241,10 @@ def plan_partitions(source: TableSource, count: int) -> tuple[Partition, ...]:
         >>> len(kit.data.plan_partitions(table, 4))
         4
     """
+    refuse_no_table(source, "plan_partitions")
+    asked: Any = count  # by a user, who may give anything
+    if isinstance(asked, bool) or not isinstance(asked, Integral):
+        raise PartitionError(f"{asked!r} is no number of query chunks; give a whole number from 1")
     if count < 1:
         raise PartitionError(f"{count} query chunks of {source.name}: there is at least 1")
     column = source.partition_column

@@ -14,6 +14,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import os
+import re
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -112,6 +113,16 @@ class Database(ABC):
         """An error in one line, with what to do about it."""
         advice = self.advice(error)
         return first_line(error) + (f"; {advice}" if advice else "")
+
+
+_MISSING_COLUMN = re.compile(r'column "?(?:\w+\.)?(\w+)"? (?:not found|does not exist)')
+"""As DuckDB and PostgreSQL say it."""
+
+
+def _other_column(error: Exception, columns: Iterable[str]) -> str:
+    """What there is in place of a column that an error says is missing; empty for any other error."""
+    missing = _MISSING_COLUMN.search(str(error))
+    return did_you_mean(missing[1], columns) if missing else ""
 
 
 class DatabaseTable:
@@ -250,6 +261,21 @@ class DatabaseTable:
                     "open it again"
                 )
 
+    def check(self, where: str) -> None:
+        """Have the database look at a condition that is to be read by, without reading a row.
+
+        Raises:
+            ConfigError: when it is no condition on the columns of this table.
+        """
+        failures: tuple[type[Exception], ...] = (QueryError, *self._database.failures())
+        session = self._database.connect()
+        try:
+            session.check(self._database.relation, "", [where])
+        except failures as error:
+            raise self._wrong("where", self._database.reason(error) + _other_column(error, self._columns)) from None
+        finally:
+            session.close()
+
     # -- columns
 
     def _described(self) -> dict[str, DatabaseColumn]:
@@ -257,13 +283,14 @@ class DatabaseTable:
         declared, database, session = self.declared, self._database, self._database.connect()
         field = "query" if declared.query else "table"
         failures: tuple[type[Exception], ...] = (QueryError, *database.failures())
+        columns: list[DatabaseColumn] = []
         try:
             session.check(database.relation, declared.query, [])
             columns = [database.dialect.column(*described) for described in session.described(database.relation)]
             field = "where"
             session.check(database.relation, "", [declared.where])
         except failures as error:
-            hint = self._other_tables() if field == "table" else ""
+            hint = self._other_tables() if field == "table" else _other_column(error, [one.name for one in columns])
             raise self._wrong(field, database.reason(error) + hint) from None
         finally:
             session.close()
@@ -319,7 +346,8 @@ class DatabaseTable:
 
     def _failed(self, error: Exception, read: int = 0) -> QueryError:
         after = f" after {read:,} rows, which are not to be used" if read else ""
-        return QueryError(f"{self.name}: the query failed{after}: {self._database.reason(error)}")
+        hint = _other_column(error, self._columns)
+        return QueryError(f"{self.name}: the query failed{after}: {self._database.reason(error)}{hint}")
 
     # -- copies
 

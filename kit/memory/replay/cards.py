@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from kit.errors import PlanError
-from kit.machine.machine import Gpu, Machine, hardware
+from kit.machine.machine import BF16_CAPABILITY, Gpu, Machine, hardware
 from kit.units import format_bytes, parse_bytes
 
 THIS_MACHINE = "this machine"
@@ -56,7 +56,7 @@ class Card:
         """The stated peak of products in a number format; one that it has no units for runs as float32."""
         if dtype == "float16" and self.tensor_flops_per_second:
             return self.tensor_flops_per_second
-        if dtype == "bfloat16" and self.capability >= (8, 0):
+        if dtype == "bfloat16" and self.capability >= BF16_CAPABILITY:
             return self.tensor_flops_per_second
         return (self.tf32_flops_per_second if dtype == "tf32" else 0.0) or self.float32_flops_per_second
 
@@ -197,6 +197,20 @@ class DeviceTarget:
         return 512 if self.device_kind == "cuda" else 1
 
 
+def emulated(precision: str, target: DeviceTarget) -> list[str]:
+    """That a GPU has no units for bf16, where it is asked for, and what to use instead."""
+    capability = target.capability
+    if not precision.startswith("bf16") or capability is None or capability >= BF16_CAPABILITY:
+        return []
+    has, begins = (".".join(map(str, one)) for one in (capability, BF16_CAPABILITY))
+    instead = "16-mixed, which it has units for" if capability >= _TENSOR_CORES else "32-true, or 16-mixed for memory"
+    return [
+        f"warning: {target.name} has no units for {precision} (capability {has}, and they begin at {begins}): products "
+        f"are emulated and no faster than in float32; set hardware.precision to {instead}, or leave it on auto"
+    ]
+
+
+_TENSOR_CORES = (7, 0)
 _LEAST_BYTES = 1 << 20
 """A number below it is no size that was meant in bytes."""
 

@@ -30,7 +30,7 @@ from numpy.typing import NDArray
 
 from kit.errors import PlanError
 from kit.machine.processes import garbage_collection_paused
-from kit.memory.replay.cards import DeviceTarget
+from kit.memory.replay.cards import DeviceTarget, emulated
 from kit.memory.replay.loop_order import BEFORE_BACKWARD, LoopOrder, loop_order, saved_bytes
 from kit.memory.replay.replay import (
     CATEGORIES,
@@ -210,7 +210,8 @@ def estimate(recording: Recording, target: DeviceTarget, *, residuals: Residuals
     outside, why_outside = outside_bytes(recording, target, played.peak_allocated_bytes, residuals)
     verdict, why = _judge(played_from, played, expandable, target, outside)
     unknown = facts.get("unknown")
-    reasons = [*why_outside, *target.reasons, *_workspace_lost(recording, target, played, outside)]
+    emulation = emulated(str(facts.get("precision", "")), target)
+    reasons = [*emulation, *why_outside, *target.reasons, *_workspace_lost(recording, target, played, outside)]
     reasons += [facts["why_for_real"]] if "why_for_real" in facts else []
     reasons += [f"may be low: {what}" for what in facts.get("may_be_low", ())]
     if unknown:

@@ -24,6 +24,7 @@ or by neither where both together explain less than `EXPLAINED` of it: then it i
 
 from __future__ import annotations
 
+import difflib
 import math
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -46,6 +47,7 @@ from kit.tables import FRAME, html_list, html_table, text_table
 from kit.trial.trial import Trial, try_out
 from kit.units import format_bytes, format_count
 
+_RULE_NAMES = tuple(rule.name for rule in RULES)
 _COLUMNS = ("rule", "found", "threshold", "source")
 
 
@@ -173,7 +175,15 @@ class Diagnosis(Drawable):
         for finding in self.findings:
             if finding.name == name:
                 return finding
-        raise KeyError(f"no finding {name!r}; there are {', '.join(self.names) or 'none'}")
+        there_are = f"there are {', '.join(self.names) or 'none'}"
+        found, rules = ([one for one in names if str(name).lower() in one] for names in (self.names, _RULE_NAMES))
+        found = found or difflib.get_close_matches(str(name), self.names, n=1)
+        if found:
+            raise KeyError(f"no finding {name!r}; did you mean {' or '.join(map(repr, found))}?")
+        for rule in rules or difflib.get_close_matches(str(name), _RULE_NAMES, n=1):
+            asked = "found nothing" if rule in self.values else "could not be asked of this trial"
+            there_are = f"the rule {rule!r} {asked}; {there_are}"
+        raise KeyError(f"no finding {name!r}; {there_are}")
 
     @property
     def names(self) -> tuple[str, ...]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
 from pathlib import Path
@@ -98,6 +98,12 @@ def _predicted_step(speed: SpeedEstimate) -> Step:
     )  # fmt: skip
 
 
+def _no_runs(given: Any) -> ConfigError:
+    shown = "a Config" if isinstance(given, Config) else "None" if given is None else f"a {type(given).__name__}"
+    way_out = "give a trial of kit.fit, its run directory, a row of kit.results() or what kit.predict_speed answers"
+    return ConfigError([Problem("runs", f"{shown} tells no times; {way_out}")])
+
+
 def measure(runs: Any) -> MeasuredScaling:
     """What these trials tell.
 
@@ -108,9 +114,18 @@ def measure(runs: Any) -> MeasuredScaling:
         ConfigError: for no trials, and for trials that differ in more than devices.
         TrialError: for a trial without a step after its warm-up.
     """
-    listed: list[Any] = [runs] if isinstance(runs, Trial | str | Path | dict | SpeedEstimate) else list(runs)
+    single = isinstance(runs, Trial | str | Path | dict | SpeedEstimate)
+    if not single and (isinstance(runs, Config) or not isinstance(runs, Iterable)):
+        raise _no_runs(runs)
+    listed: list[Any] = [runs] if single else list(runs)
+    for one in listed:
+        is_row = isinstance(one, dict) and "run_directory" in one
+        if not is_row and not isinstance(one, Trial | str | Path | SpeedEstimate):
+            raise _no_runs(one)
     if listed and all(isinstance(one, SpeedEstimate) for one in listed):
         return predicted(listed)
+    if any(isinstance(one, SpeedEstimate) for one in listed):
+        raise ConfigError([Problem("runs", "trials and predicted speeds together; give either")])
     paths = [run["run_directory"] if isinstance(run, dict) else run for run in listed]
     trials = [run if isinstance(run, Trial) else Trial.open(run) for run in paths]
     if not trials:

@@ -17,6 +17,7 @@ import io
 import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from numbers import Integral, Real
 from pathlib import Path
 from typing import Any
 
@@ -115,9 +116,11 @@ def predict_run(
     steps = training.max_steps if epochs is None else 0
     epochs = training.max_epochs if epochs is None else epochs
     samples = found.samples_per_epoch if samples_per_epoch is None else samples_per_epoch
-    for name, value in {"epochs": epochs, "samples_per_epoch": samples}.items():
-        if value is None or value < 1:
-            raise ConfigError([Problem(name, f"{value}; give a number from 1: the loader does not tell its length")])
+    lengths: dict[str, Any] = {"epochs": epochs, "samples_per_epoch": samples}  # by a user, who may give anything
+    for name, value in lengths.items():
+        if isinstance(value, bool) or not isinstance(value, Integral) or value < 1:
+            why = ": the loader does not tell its length" if value is None else ""
+            raise ConfigError([Problem(name, f"{value!r}; give a whole number from 1{why}")])
     assert samples is not None
     found = found if strategy is None else replace(found, traffic=replace(found.traffic, strategy=strategy))
     cluster, assumed = _cluster(found, devices_per_node, cores_per_node, within, between)
@@ -185,8 +188,8 @@ def _cluster(
     node = node or (MOST_DEVICES if on_cpu else _NODE)
     if cores is None:
         cores = found.cores or (hardware().cores if on_cpu else _CORES_PER_GPU * node)
-    if node < 1 or not cores > 0:
-        raise ConfigError([Problem("devices_per_node", f"{node} devices on {cores} cores; give numbers from 1")])
+    if any(isinstance(one, bool) or not isinstance(one, Real) for one in (node, cores)) or node < 1 or not cores > 0:
+        raise ConfigError([Problem("devices_per_node", f"{node!r} devices on {cores!r} cores; give numbers from 1")])
     usual = found.link or link_within("CPU" if on_cpu else found.device)
     inner = usual if within is None else find_link(within)
     outer = find_link(between if between is not None else "network-10G" if on_cpu else "network-100G")

@@ -24,13 +24,13 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, Literal, overload
 
-from kit.arguments import refuse_recipe
+from kit.arguments import check_count, refuse_recipe
 from kit.config import Config
 from kit.data.build.schedulers import advise_schedule
 from kit.errors import ConfigError, KitError, PlanError
 from kit.memory.batch_model import MemoryModel, memory_model
 from kit.memory.prediction import estimate_here
-from kit.memory.query import MemoryQuery, make_query
+from kit.memory.query import MOST_RANKS, MemoryQuery, make_query
 from kit.memory.recordings import TIMEOUT_SECONDS, RecordingRequest, UnansweredError, record_all, recordings_of
 from kit.memory.replay.cards import THIS_MACHINE, DeviceTarget
 from kit.memory.replay.estimate import MemoryEstimate
@@ -124,6 +124,7 @@ def recommend(
         target = {"device": device}
     goal = target_from(target)
     if devices is not None:
+        check_count("devices", devices, MOST_RANKS)
         goal = replace(goal, devices=devices)
     if objective == "speed":
         if goal.limited:

@@ -1,12 +1,16 @@
 """EventData: features of whole entities for Lightning, the same however the table is read."""
 
 import event_tables
+import pandas
 import pytest
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 
 from kit.config import Config
+from kit.data.tables.fit import fit_features
 from kit.data.tables.loader import EventData
+from kit.data.tables.measure import measure_queries
+from kit.data.tables.source import plan_partitions
 from kit.errors import ConfigError
 
 
@@ -39,6 +43,32 @@ def test_the_number_of_query_chunks_changes_neither_features_nor_batches_of_them
     found = by_entity(parts.train_dataloader())
     assert found.keys() == expected.keys()
     assert all(event_tables.tensors_equal(found[entity], expected[entity]) for entity in expected)
+
+
+@pytest.mark.parametrize(
+    ("source", "words"),
+    [
+        (None, "NoneType is no table"),
+        (pandas.DataFrame({"who": [1]}), r"DataFrame .*to_parquet"),
+        (Config(), r"EventData\(source, config\)"),
+        ("gs://bucket/shop.parquet", "download_once"),
+        ("shop.csv", "Parquet"),
+    ],
+)
+def test_what_is_no_table_is_refused_with_what_is(source, words):
+    with pytest.raises(ConfigError, match=words):
+        EventData(source)
+
+
+def test_a_table_without_an_entity_or_config_is_refused_at_once(tmp_path):
+    event_tables.shop(tmp_path)
+    with pytest.raises(ConfigError, match="main_entity_column: .*customer"):
+        EventData(tmp_path / "shop.parquet")
+    with pytest.raises(ConfigError, match="config: str"):
+        EventData(event_tables.opened(tmp_path / "shop.parquet"), "purchases")
+    for asked in (plan_partitions, fit_features, measure_queries):
+        with pytest.raises(ConfigError, match="open_table"):
+            asked(tmp_path / "shop.parquet", *([3] if asked is plan_partitions else []))
 
 
 def test_epochs_and_other_tasks_find_queries_and_features_in_the_cache(tmp_path):

@@ -20,6 +20,7 @@ from table_places import Place
 from waiting import PATIENCE_SECONDS
 
 from kit.data.tables.declare import open_table
+from kit.data.tables.loader import EventData
 from kit.data.tables.source import Partition, Query, TableSource, hash_number, plan_partitions
 from kit.data.tables.sql import quoted
 from kit.errors import ConfigError, KitError, PartitionError, QueryError, SchemaChangedError, UnreachableDatabaseError
@@ -348,8 +349,20 @@ def test_a_division_by_zero_late_in_the_data_is_an_error(postgres, tmp_path):
 
 def test_a_query_that_makes_no_sense_is_refused_in_the_databases_words(place):
     table = place.write(many()).open()
-    with pytest.raises(QueryError, match=r"purchases: the query failed: .*prize"):
-        rows_of(table, where="prize > 3")
+    with pytest.raises(QueryError, match=r"purchases: the query failed: .*customr.*mean 'customer'"):
+        rows_of(table, where="customr > 3")
+
+
+def test_a_condition_on_a_column_that_is_not_there_is_refused_when_the_table_is_opened(place):
+    place.write(many())
+    for where in ("customr > 3", 'row > 1 AND "customr" IS NOT NULL'):
+        with pytest.raises(ConfigError, match=r"where: .*customr.*mean 'customer'"):
+            place.open(where=where)
+    with pytest.raises(ConfigError, match=r"where: .*aggregate"):
+        place.open(where="count(*) > 3")
+    table = place.open(main_entity_column="customer")
+    with pytest.raises(ConfigError, match=r"where: .*customr.*mean 'customer'"):
+        EventData(table, where="customr > 3")
 
 
 def test_a_changed_column_is_refused(database):

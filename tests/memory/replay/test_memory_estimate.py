@@ -150,6 +150,24 @@ def test_the_facts_of_the_recording_are_its_own():
     assert (answer.notes, answer.record_seconds, answer.device) == (("a",), 1.5, "A100-80GB")
 
 
+@pytest.mark.parametrize(
+    ("card", "precision", "instead"),
+    [
+        ("V100-32GB", "bf16-mixed", "16-mixed"),
+        ("T4", "bf16-true", "16-mixed"),
+        ("P100", "bf16-mixed", "32-true"),
+        ("T4", "16-mixed", ""),
+        ("A10", "bf16-mixed", ""),
+        ("24 GiB", "bf16-mixed", ""),
+    ],
+)
+def test_a_number_format_without_units_is_said_with_what_to_use(card, precision, instead):
+    answer = estimate(told([], precision=precision), target_of(card))
+    said = [reason for reason in answer.reasons if "emulated" in reason]
+    assert [instead in reason for reason in said] == [True] * bool(instead)
+    assert answer.reasons[0] not in said
+
+
 def test_an_estimate_survives_json_without_its_recording():
     answer = estimate(training_recording(notes=["x"]), target_of("24 GiB"))
     again = MemoryEstimate.from_dict(json.loads(json.dumps(answer.to_dict())))
