@@ -5,13 +5,18 @@ costs more than what they count.
 
 Octets: bytes as arrays, which can be cut and copied without Python's lock.
 
+BoundedCache: what was found once, within a fixed memory.
+
 ConcurrencyLimit: how many requests may be open at once.
 """
 
 from __future__ import annotations
 
+import sys
 import threading
+from collections import OrderedDict
 from collections.abc import Iterable, Mapping
+from typing import Any, Generic, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -90,6 +95,59 @@ Octets = NDArray[np.uint8]
 def octets(data: bytes | memoryview) -> Octets:
     """Bytes as an array, without a copy."""
     return np.frombuffer(data, np.uint8)
+
+
+LARGEST_BYTES = 64 << 20
+_ENTRY_BYTES = 192
+"""What keeping anything under a key takes, beside the key and the thing."""
+Found = TypeVar("Found")
+
+
+class BoundedCache(Generic[Found]):
+    """What was found under each key, None for nothing there; the least recently used go. Call from any thread.
+
+    A pickled copy is empty, as it is another process's.
+    """
+
+    def __init__(self, largest_bytes: int = LARGEST_BYTES) -> None:
+        self._largest_bytes = largest_bytes
+        self._lock = threading.Lock()
+        self._found: OrderedDict[str, Found | None] = OrderedDict()
+        self.nbytes = 0
+        """Memory of all of them, with their keys and what keeping them takes."""
+
+    def find(self, key: str) -> tuple[Found | None, bool]:
+        """What is kept under a key, and whether anything is."""
+        with self._lock:
+            if key not in self._found:
+                return None, False
+            self._found.move_to_end(key)
+            return self._found[key], True
+
+    def keep(self, key: str, found: Found | None) -> None:
+        """Find it from now on."""
+        with self._lock:
+            if key not in self._found:
+                self.nbytes += _kept_bytes(key, found)
+            self._found[key] = found
+            self._drop()
+
+    def hold_at_most(self, largest_bytes: int) -> None:
+        """Take no more memory than this from now on, nor than before."""
+        with self._lock:
+            self._largest_bytes = min(self._largest_bytes, largest_bytes)
+            self._drop()
+
+    def _drop(self) -> None:
+        while self.nbytes > self._largest_bytes and len(self._found) > 1:
+            self.nbytes -= _kept_bytes(*self._found.popitem(last=False))
+
+    def __reduce__(self) -> tuple[type[BoundedCache[Found]], tuple[int]]:
+        return BoundedCache, (self._largest_bytes,)
+
+
+def _kept_bytes(key: str, found: Any) -> int:
+    return sys.getsizeof(key) + (0 if found is None else sys.getsizeof(found)) + _ENTRY_BYTES
 
 
 FEWEST = 32

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import re
 import threading
 import time
 from collections import defaultdict, deque
@@ -339,6 +340,12 @@ def identity_of(info: Mapping[str, Any]) -> str | None:
     given = {str(name).lower(): value for name, value in info.items() if value not in (None, "")}
     sure = [name for name in (*_TAGS, *_TIMES) if name in given]
     return repr([(name, str(given[name])) for name in (*sure, *_MORE) if name in given]) if sure else None
+
+
+def size_in(identity: str) -> int | None:
+    """The size of an object, where its identity tells it."""
+    found = re.search(r"\('size', '(\d+)'\)|'(\d+)'\]$", identity)
+    return None if found is None else int(found[1] or found[2])
 
 
 class Requests:

@@ -29,10 +29,10 @@ from numpy.typing import NDArray
 
 from kit.chunks.requests import Coalescing, Run, runs
 from kit.chunks.resources import HOLES_SHARE, READY_TOO, TRANSIENT_SHARE
-from kit.data.stores.transfer import Counters, Octets
+from kit.data.stores.transfer import LARGEST_BYTES, Counters, Octets
 from kit.data.stores.url import redact
 from kit.data.stream.chunk_cache import BatchPart, Chunk, ChunkCache, ChunkRequest, ChunkResponse
-from kit.data.stream.codec import LARGEST_BYTES, FetchOnceCache, Index, ShardIndexes, damage
+from kit.data.stream.codec import FetchOnceCache, Index, ShardIndexes, damage
 from kit.data.stream.memory import MemoryBudget, ReaderPlan, Reservation, largest_chunk_bytes
 from kit.data.stream.pool import JobGroup, ThreadPool
 from kit.errors import MissingChunkError
@@ -70,8 +70,8 @@ class ReceiveQueue:
         self._decode_at_once = decode_at_once
         self._where = redact(plan.url)
         self.cache = ChunkCache(plan.cache_bytes, self._spare_bytes)
-        self.indexes = ShardIndexes(min(LARGEST_BYTES, plan.memory_bytes // _INDEX_SHARE))
-        self.names = FetchOnceCache[str](min(LARGEST_BYTES, plan.memory_bytes // _INDEX_SHARE))
+        most_bytes = min(LARGEST_BYTES, plan.memory_bytes // _INDEX_SHARE)
+        self.indexes, self.names = ShardIndexes(most_bytes), FetchOnceCache(most_bytes, plan.dataset.names)
         """Of objects that a read cache keeps, where no manifest names them."""
         self.budget = MemoryBudget(lambda: min(self._left_bytes(), self._enough_bytes()))
         self._read_ahead = ReadAheadBuffer()
