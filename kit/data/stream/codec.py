@@ -186,7 +186,7 @@ class StoredArray:
         if not hasattr(_of_thread, "zstd"):
             _of_thread.zstd = zstandard.ZstdDecompressor()
         together: Any = _of_thread.zstd.multi_decompress_to_buffer(frames, decompressed_sizes=sizes)
-        return [self._elements(octets(one)) for one in together]
+        return [self._elements(one) for one in together]
 
     @cached_property
     def chunk_bytes(self) -> int:
@@ -201,8 +201,8 @@ class StoredArray:
     def _one_along(self) -> tuple[int, ...]:
         return tuple(axis for axis in range(len(self.chunk)) if axis not in self.axes)
 
-    def _elements(self, plain: Octets) -> NDArray[Any]:
-        return self._repeated(plain.view(self.dtype).reshape(self.spec.shape, order=self.order))
+    def _elements(self, plain: Any) -> NDArray[Any]:
+        return self._repeated(np.ndarray(self.spec.shape, self.dtype, plain, order=self.order))
 
     def _repeated(self, decoded: NDArray[Any]) -> NDArray[Any]:
         """In the shape of `chunk`, of which a view repeats what is stored once."""

@@ -414,9 +414,12 @@ class GetChunks(Get):
 
     def begin(self) -> bool | None:
         if self._reservation is None:  # else this is a retry
-            chunks = self._request.chunks
-            if not (any(chunk.wanted for chunk in chunks) or self._queue.cache.still_wanted(chunks)):
-                return False
+            for chunk in self._request.chunks:
+                if chunk.wanted:
+                    break
+            else:
+                if not self._queue.cache.still_wanted(self._request.chunks):
+                    return False
             self._reservation = self._queue.budget.try_take(self._queue.response_bytes(self._request, self._run))
         return True if self._reservation is not None else None
 
