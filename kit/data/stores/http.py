@@ -4,7 +4,7 @@ Sending and receiving happen in C, without the interpreter's lock, and no thread
 thread hands it on. So a request costs less than half the CPU of one by threads, and the memory of hundreds of
 connections stays small. The client reads what fsspec has opened and logged in to, at the same address with the same key
 (`kit.data.stores.auth`). A response is bytes, or None where there is no such object; a response to a range that is
-something else is an error. What may pass is retried by `kit.data.stores.retry`, without holding up the others.
+something else is an error. What may pass is retried by `kit.data.stores.transfer`, without holding up the others.
 
 The thread starts with the first request and ends when there has been none for a while, so a client that is forgotten
 leaves nothing behind. A client belongs to the process that made it.
@@ -36,8 +36,15 @@ import pycurl
 
 from kit.data.stores.auth import Address
 from kit.data.stores.fsspec import is_metadata
-from kit.data.stores.retry import TOO_MANY, Retries, RetryAttempts
-from kit.data.stores.transfer import ConcurrencyLimit, Counters, Octets, octets
+from kit.data.stores.transfer import (
+    TOO_MANY,
+    ConcurrencyLimit,
+    Counters,
+    Octets,
+    Retries,
+    RetryAttempts,
+    octets,
+)
 from kit.data.stores.url import redact, store_error
 from kit.errors import StoreError
 

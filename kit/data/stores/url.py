@@ -32,7 +32,7 @@ from zarr.storage import LocalStore
 
 from kit.config import project_folder
 from kit.data.stores.fsspec import RemoteStore, open_remote, refuse_metadata, refuse_resolved
-from kit.data.stores.retry import passing, status_of
+from kit.data.stores.transfer import passing, status_of
 from kit.errors import StoreError, UnreachableStoreError
 from kit.json_text import read_json
 from kit.machine.endpoints import endpoint_of, server_of, takes_no_key

@@ -3,8 +3,8 @@
 An object store at a known address is read by libcurl (`HttpClient`); a local folder by threads that each wait for a
 response (`ThreadClient`); any other store on its event loop (`AsyncClient`). Of stores that are joined, all those of a
 kind have one client, and so one queue; that over HTTP has a queue and a limit for each host. All give bytes, or None
-where there is no such object, or a StoreError without secrets; all retry by one policy (`kit.data.stores.retry`), count
-every request, and give up one that has no response in time.
+where there is no such object, or a StoreError without secrets; all retry by one policy (`kit.data.stores.transfer`),
+count every request, and give up one that has no response in time.
 
 A shard's index is fetched once, whoever needs it, and before the chunks that wait already; then each run of neighbours
 is one request. A request whose chunks nobody wants any more is dropped when its turn comes; one that finds no memory
@@ -38,8 +38,7 @@ from kit.data.stores.fsspec import RemoteStore
 from kit.data.stores.http import Client, Get, HttpClient
 from kit.data.stores.local import Folder
 from kit.data.stores.metadata import DescribedStore, UnreachableStore
-from kit.data.stores.retry import Retries
-from kit.data.stores.transfer import Counters, Octets, octets
+from kit.data.stores.transfer import Counters, Octets, Retries, octets
 from kit.data.stores.url import redact, store_error
 from kit.data.stream.chunk_cache import Chunk, ChunkRequest
 from kit.data.stream.codec import Index, ResolvedFuture, ShardIndexes, StoredArray
