@@ -41,7 +41,7 @@ from kit.chunks.cost import ArrayRequests
 from kit.chunks.requests import Coalescing, Place, c_numbers, morton_numbers, runs
 from kit.chunks.resources import HOLES_SHARE, READY_TOO
 from kit.data.dataset import Dataset, XarrayStore
-from kit.data.sampling import SamplePlan
+from kit.data.samples import SamplePlan
 from kit.data.stores.disk_cache import WHOLE, Entries
 from kit.data.stores.transfer import Counters
 from kit.data.stores.url import run_sync, sizes_of_objects
