@@ -415,6 +415,18 @@ def test_a_host_that_takes_few_requests_holds_up_no_other(cloud, folder, monkeyp
         source.close()
 
 
+def test_a_batch_is_handed_to_the_client_in_one_call_however_many_shards_it_touches(cloud, monkeypatch):
+    calls, submit = [], HttpClient.submit
+    monkeypatch.setattr(HttpClient, "submit", lambda self, gets, urgent=False: (
+        calls.append(len(gets := [*gets])) or submit(self, gets, urgent)))  # fmt: skip
+    with Engine(open_dataset(url_of(cloud, "gs", "shards")), requests_in_flight=8) as engine:
+        for place in ((0, 5, 0), (0, 25, 0)):  # the index of either shard
+            engine.read(np.array([place]), PATCH)
+        calls.clear()
+        engine.read(np.array([(4, 0, 30), (4, 30, 30)]), PATCH)
+    assert calls == [2]
+
+
 @pytest.mark.skipif(not hasattr(select, "epoll"), reason="no epoll")
 def test_a_socket_at_rest_is_watched_again_and_so_is_another_of_its_number():
     sockets, here, there = _Epoll(), *socket.socketpair()

@@ -359,19 +359,20 @@ class Requests:
         Raises:
             StoreError: when the client is closed.
         """
-        whole: list[Get] = []
+        gets: list[Get] = []
         for request in requests:
             if request.stored.per_shard is None:
-                whole.append(GetChunks(self._queue, request, None))
+                gets.append(GetChunks(self._queue, request, None))
                 continue
             future, mine = self._queue.indexes.claim(request.key)
             if mine:
                 self._client.submit([GetIndex(self._queue.indexes, request, self._url)], urgent=True)
             if isinstance(future, ResolvedFuture):
-                self._submit_runs(request, future)
+                gets += self._runs(request, future)
             else:
                 future.add_done_callback(partial(self._submit_late, request))
-        self._client.submit(whole)
+        if gets:
+            self._client.submit(gets)
 
     def cancel_unwanted(self) -> None:
         """Cancel requests whose chunks nobody wants any more, where the client can."""
@@ -383,15 +384,20 @@ class Requests:
 
     def _submit_late(self, request: ChunkRequest, index: Future[Index | None]) -> None:
         """The index has come, and some chunks may not be wanted any more."""
-        self._submit_runs(request.part(self._queue.cache.still_wanted(request.chunks)), index)
+        wanted = request.part(self._queue.cache.still_wanted(request.chunks))
+        try:
+            self._client.submit(self._runs(wanted, index))
+        except StoreError as error:
+            wanted.fail(error)
 
-    def _submit_runs(self, request: ChunkRequest, index: Future[Index | None] | ResolvedFuture[Index | None]) -> None:
+    def _runs(self, request: ChunkRequest, index: Future[Index | None] | ResolvedFuture[Index | None]) -> list[Get]:
+        """A request for each run of neighbours; none, where the index could not be read."""
         try:
             runs = self._queue.runs(self._queue.places(request, index.result()))
-            parts = [request.part(chunk for _, _, chunk in run.items) for run in runs]
-            self._client.submit(map(partial(GetChunks, self._queue), parts, runs))
+            return [GetChunks(self._queue, request.part(chunk for _, _, chunk in run.items), run) for run in runs]
         except BaseException as error:
             request.fail(error)
+            return []
 
 
 class GetChunks(Get):
