@@ -2,8 +2,8 @@
 
 An upload sends only the parts that are not there, so one that was killed goes on where it was. The list of parts goes
 last, and only when the source has not changed since the first byte was read: at every moment a reader finds the last
-complete bundle of that name, or none. The store retries what may pass (`kit.data.stores.retry`). Memory: as many parts
-as are sent at once.
+complete bundle of that name, or none. The store retries what may pass (`kit.data.stores.transfer`). Memory: as many
+parts as are sent at once.
 
 Parts that no list names belong to an upload that is under way or was broken off. Nobody reads them and they cost
 storage. An upload of the same name sends the rest or removes them; under a name that never comes again

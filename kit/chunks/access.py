@@ -3,7 +3,7 @@
 Sizes are elements in dimension order. The one invariant: a pattern that cannot be is refused when it is made, whether
 by a config, a reader or by hand; whether the patch fits the array is checked when the array is cut (`Access.axes`).
 
-Block-shuffled order is defined here, to the sample; `kit.data.sampling` draws it, and this module counts the chunks
+Block-shuffled order is defined here, to the sample; `kit.data.epochs` draws it, and this module counts the chunks
 that it reads. Its aim: a chunk that was fetched yields many samples while it is in memory, and the samples are still
 well mixed.
 

@@ -61,6 +61,8 @@ class Run(Generic[Item]):
     @property
     def wasted_bytes(self) -> int:
         """Bytes between the items."""
+        if len(self.items) == 1:
+            return 0
         return self.last - self.first - sum(last - first for first, last, _ in self.items)
 
 

@@ -240,6 +240,11 @@ class SharedLink:
         least = max(1, min(_LEAST_PIECE_BYTES, int(pace.bandwidth * _BURST_SECONDS)))
         return min(_MOST_PIECE_BYTES, max(least, int(pace.bandwidth * _PIECE_SECONDS)))
 
+    def seconds_of_one_piece(self, count: int) -> float:
+        """What a body that is handed on at once takes on a connection; 0 for a longer one, and without a limit."""
+        bandwidth = self.dials.bandwidth_bytes_per_second
+        return count / bandwidth if bandwidth and count <= self.piece_bytes(Pace(bandwidth, 0.0)) else 0.0
+
     def passes(self, count: int, pace: Pace, now: float) -> float:
         """When `count` bytes have passed both the connection and what all share."""
         return max(pace.pass_(count, now), self._total.pass_(count, now))

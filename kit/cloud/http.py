@@ -12,6 +12,7 @@ import os
 import re
 from collections.abc import Generator, Mapping
 from dataclasses import dataclass, field
+from functools import lru_cache
 from http import HTTPStatus
 from typing import Any
 from urllib.parse import parse_qsl
@@ -145,12 +146,7 @@ def parse_head(head: bytes) -> Request:
         raise HttpError(400, "InvalidRequestLine")
     headers: dict[str, str] = {}
     for line in lines:
-        name, colon, value = line.partition(":")
-        if not colon or not TOKEN.fullmatch(name):
-            raise HttpError(400, "InvalidHeader", f"{line[:100]!r} is no header")
-        if _CONTROL.search(value):
-            raise HttpError(400, "InvalidHeader", f"{name} has control characters")
-        name, value = name.lower(), value.strip(" \t")
+        name, value = _parse_header(line)
         if name in _ONLY_ONCE and headers.get(name, value) != value:
             raise HttpError(400, "InvalidHeader", f"{name} is given twice")
         headers[name] = value
@@ -161,7 +157,18 @@ def parse_head(head: bytes) -> Request:
     if not target.startswith("/"):
         raise HttpError(400, "InvalidURI", f"{target[:100]!r} is no path")
     path, _, query = target.partition("?")
-    return Request(parts[0], path, dict(parse_qsl(query, keep_blank_values=True)), headers)
+    return Request(parts[0], path, dict(parse_qsl(query, keep_blank_values=True)) if query else {}, headers)
+
+
+@lru_cache(maxsize=512)
+def _parse_header(line: str) -> tuple[str, str]:
+    """Name and value; a client sends most of its lines with every request."""
+    name, colon, value = line.partition(":")
+    if not colon or not TOKEN.fullmatch(name):
+        raise HttpError(400, "InvalidHeader", f"{line[:100]!r} is no header")
+    if _CONTROL.search(value):
+        raise HttpError(400, "InvalidHeader", f"{name} has control characters")
+    return name.lower(), value.strip(" \t")
 
 
 Reader = Generator[None, None, bytes]

@@ -26,6 +26,7 @@ import stat
 import time
 from collections.abc import Generator, Mapping
 from dataclasses import dataclass, field, replace
+from functools import lru_cache
 from pathlib import Path
 
 import google_crc32c
@@ -350,7 +351,7 @@ def check_caller(request: Request, port: int) -> None:
     Raises:
         HttpError: with 421, 403 or 405.
     """
-    hosts = [f"{name}:{port}" for name in _NAMES] + list(_NAMES) * (port == 80)
+    hosts = _hosts(port)
     host, origin = request.headers.get("host", ""), request.headers.get("origin")
     if host.lower() not in hosts:
         raise HttpError(421, "ForeignHost", f"Host is {host[:100]!r}, but only {hosts[0]} is served here")
@@ -358,6 +359,11 @@ def check_caller(request: Request, port: int) -> None:
         raise HttpError(403, "CrossOrigin", f"a page of {origin[:100]!r} may not write here")
     if request.method not in METHODS:
         raise HttpError(405, "MethodNotAllowed", f"{request.method[:20]!r} is none of {', '.join(METHODS)}")
+
+
+@lru_cache(maxsize=64)
+def _hosts(port: int) -> tuple[str, ...]:
+    return (*(f"{name}:{port}" for name in _NAMES), *_NAMES * (port == 80))
 
 
 def is_name(text: str) -> bool:

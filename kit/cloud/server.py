@@ -14,8 +14,11 @@ done when it arrives and answered later. A client that reads slowly holds up its
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import gc
+import heapq
 import hmac
+import itertools
 import json
 import os
 import signal
@@ -23,7 +26,7 @@ import socket
 import struct
 import sys
 import traceback
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from typing import Any, cast
 
 from kit.cloud.api import JsonApi, XmlApi, is_json
@@ -41,6 +44,7 @@ _AT_ONCE_SECONDS = 0.0005
 _MOST_WAITING_BYTES = 1 << 20
 _SEND_BUFFER_BYTES = 1 << 20
 _LINGER_SECONDS = 1.0
+_IN_PARTS = hasattr(os, "writev")
 _CODES = {"403": "AccessDenied", "404": "NoSuchKey", "408": "RequestTimeout", "429": "SlowDown", "503": "SlowDown"}
 
 
@@ -53,12 +57,39 @@ class Answer:
         self.response, self.kind, self.fault, self.shaped = response, kind, fault, shaped
 
 
+class Alarms:
+    """Calls at times of the loop's clock, by one timer of the loop, which compares its timers in Python."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._loop = loop
+        self._numbers = itertools.count()
+        self._waiting: list[tuple[float, int, Callable[[], None]]] = []
+        self._timer: asyncio.TimerHandle | None = None
+
+    def at(self, when: float, call: Callable[[], None]) -> None:
+        heapq.heappush(self._waiting, (when, next(self._numbers), call))
+        if self._timer is None or when < self._timer.when():
+            if self._timer is not None:
+                self._timer.cancel()
+            self._timer = self._loop.call_at(when, self._ring)
+
+    def _ring(self) -> None:
+        self._timer, now = None, self._loop.time()
+        try:
+            while self._waiting and self._waiting[0][0] <= now:
+                heapq.heappop(self._waiting)[2]()
+        finally:  # also when one of the calls fails, of which the loop tells
+            if self._waiting and self._timer is None:
+                self._timer = self._loop.call_at(self._waiting[0][0], self._ring)
+
+
 class Server:
     """Objects, dials and counts, and what a request gets of them."""
 
     def __init__(self, objects: Objects, dials: Dials, token: str, loop: asyncio.AbstractEventLoop) -> None:
         self.objects = objects
         self.loop = loop
+        self.alarms = Alarms(loop)
         self.link = SharedLink(dials, loop.time())
         self.counter = LiveCounts(loop.time())
         self._faults = FaultPlan(dials.faults, dials.seed)
@@ -152,8 +183,7 @@ class Connection(asyncio.Protocol):
     def __init__(self, server: Server) -> None:
         self._server, self._loop = server, server.loop
         self._buffer = bytearray()
-        self._timer: asyncio.Handle | None = None
-        self._is_full = self._is_answering = self._is_paused = self._ignores_input = False
+        self._is_full = self._is_answering = self._is_paused = self._ignores_input = self._is_timed = False
         self._work = self._serve()
 
     # -- what asyncio calls
@@ -163,14 +193,13 @@ class Connection(asyncio.Protocol):
         self._server.counter.connections += 1
         self._port = transport.get_extra_info("sockname")[1]
         channel = transport.get_extra_info("socket")
+        self._descriptor = channel.fileno()
         channel.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         channel.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SEND_BUFFER_BYTES)
 
     def connection_lost(self, exc: Exception | None) -> None:  # noqa: ARG002
         self._server.counter.connections -= 1
-        if self._timer is not None:
-            self._timer.cancel()
-        self._work.close()
+        self._work.close()  # so that an alarm finds nothing to do
 
     def pause_writing(self) -> None:
         self._is_full = True
@@ -190,16 +219,17 @@ class Connection(asyncio.Protocol):
 
     def _advance(self) -> None:
         """Go on until there is something to wait for, unless a timer is to do so."""
-        if self._timer is None:
+        if not self._is_timed:
             for when in self._work:
                 if when is None:
                     return
                 if when - self._loop.time() > _AT_ONCE_SECONDS:
-                    self._timer = self._loop.call_at(when, self._wake)
+                    self._is_timed = True
+                    self._server.alarms.at(when, self._wake)
                     return
 
     def _wake(self) -> None:
-        self._timer = None
+        self._is_timed = False
         self._advance()
 
     # -- the conversation
@@ -224,7 +254,8 @@ class Connection(asyncio.Protocol):
                 self._is_paused = False
                 self._transport.resume_reading()
             if self._buffer and keeps_alive:  # the other clients first
-                self._timer = self._loop.call_soon(self._wake)
+                self._is_timed = True
+                self._loop.call_soon(self._wake)
                 yield None
         self._transport.close()
 
@@ -241,7 +272,7 @@ class Connection(asyncio.Protocol):
 
     def _respond(self, request: Request, answer: Answer, keeps_alive: bool) -> Generator[float | None, None, bool]:
         """Send the answer in its time; whether the connection goes on."""
-        now, counter, received = self._loop.time(), self._server.counter, len(request.body)
+        now, counter, received, is_paced = self._loop.time(), self._server.counter, len(request.body), False
         response = answer.response.without_body() if request.method == "HEAD" else answer.response
         if answer.shaped:
             counter.began(answer.kind, received)
@@ -249,7 +280,9 @@ class Connection(asyncio.Protocol):
             if answer.shaped:
                 link = self._server.link
                 arrived = link.passes(received, link.own_pace(now), now) if received else now
-                yield max(now, arrived) + link.latency_seconds()
+                own_seconds = 0.0 if answer.fault else link.seconds_of_one_piece(len(response.body))
+                is_paced = own_seconds > 0  # what leaves in one piece waits for its connection here: a timer less
+                yield max(now, arrived) + link.latency_seconds() + own_seconds
             if answer.fault in ("reset", "lost"):
                 channel = self._transport.get_extra_info("socket")
                 channel.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
@@ -259,17 +292,18 @@ class Connection(asyncio.Protocol):
                 counter.statuses[str(response.status)] += 1
             if not keeps_alive:
                 response.headers["Connection"] = "close"
-            is_whole = yield from self._send(response, answer)
+            is_whole = yield from self._send(response, answer, is_paced)
             return keeps_alive and is_whole
         finally:
             response.body.close()
             if answer.shaped:
                 counter.in_flight -= 1
 
-    def _send(self, response: Response, answer: Answer) -> Generator[float | None, None, bool]:
+    def _send(self, response: Response, answer: Answer, is_paced: bool) -> Generator[float | None, None, bool]:
         """Head and body, a piece at a time; False when the body ends before its promised end."""
         now, link, size, sent = self._loop.time(), self._server.link, len(response.body), 0
-        pace = link.own_pace(now, answer.fault == "drip") if answer.shaped else Pace(0, now)
+        shaped = answer.shaped and not is_paced
+        pace = link.own_pace(now, answer.fault == "drip") if shaped else Pace(0, now)
         most, head = link.piece_bytes(pace), response.head()
         stop = size // 2 if answer.fault == "truncate" else size
         if size > most or answer.fault or not size:  # a small body leaves in one piece with its head
@@ -282,13 +316,22 @@ class Connection(asyncio.Protocol):
             if answer.shaped:
                 yield link.passes(count, pace, self._loop.time())
             piece = response.body.piece(sent, sent + count)
-            self._transport.writelines([head, piece] if head else [piece])
+            self._write(head, piece)
             head, sent = b"", sent + len(piece)
             if answer.shaped:
                 self._server.counter.sent(answer.kind, len(piece))
             if len(piece) < count:  # its source has become shorter
                 return False
         return stop == size
+
+    def _write(self, *parts: bytes | memoryview) -> None:
+        """As the transport does, and without a copy where nothing waits before it."""
+        sent, size = 0, sum(map(len, parts))
+        if _IN_PARTS and not self._transport.get_write_buffer_size() and not self._transport.is_closing():
+            with contextlib.suppress(OSError):  # full or broken, as the transport will find
+                sent = os.writev(self._descriptor, parts)
+        if sent < size:
+            self._transport.write(memoryview(b"".join(parts))[sent:])
 
 
 async def serve(settings: dict[str, Any], parent: int) -> None:

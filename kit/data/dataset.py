@@ -28,7 +28,7 @@ from kit.data.files import open_file
 from kit.data.stores.disk_cache import ReadCache
 from kit.data.stores.manifest import Manifest
 from kit.data.stores.metadata import CachedMetadata, DescribedStore, Documents, UnreachableStore
-from kit.data.stores.transfer import Counters, Octets
+from kit.data.stores.transfer import BoundedCache, Counters, Octets
 from kit.data.stores.url import open_store, redact, store_error
 from kit.data.variables import NUMBERS, ArrayInfo, asides, decode_times, in_machine_order
 from kit.errors import ConfigError, KitWarning, Problem, StoreError, UnreachableStoreError, did_you_mean
@@ -65,6 +65,9 @@ class Dataset:
     """Of the arrays, as they were when this was opened: its readers ask for them no more."""
     read_cache: ReadCache | None = field(default=None, compare=False, repr=False)
     """Where coordinates are kept, of a store that kit built."""
+    names: BoundedCache[str] = field(default_factory=BoundedCache, compare=False, repr=False)
+    """Under which a read cache keeps objects that no manifest lists, as the store told once of each; None for one that
+    is not there. All readers in this process go by them until the store is opened anew."""
     unreachable: str = field(default="", compare=False)
     """Why there was no way to the store when this was opened, so that only what a cache holds is read."""
 

@@ -16,11 +16,12 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from functools import partial
+from math import sqrt
 from os import PathLike
 from typing import Any, Literal, Self
 
@@ -53,7 +54,7 @@ class JoinedDataset(StoreDataset):
     parts: tuple[Dataset, ...] = field(repr=False)
     dimension: str
     notes: tuple[str, ...] = ()
-    """What of the first store has no match in another."""
+    """What of the first store has no match in another, and which coordinates are not alike."""
     sources: Mapping[str, ChunkPlaces] = field(default_factory=dict, compare=False, repr=False)
 
     def locate(self, key: str) -> tuple[Dataset, str]:
@@ -128,9 +129,10 @@ def join(
                     )
                 arrays[name] = info
     else:
+        notes, follow = tuple(_unlike_coordinates(parts, dimension)), dimension in _sizes(parts[0])
         for name, info in parts[0].arrays.items():
-            if all(name in part.arrays for part in parts):
-                arrays[name] = _along(dimension, name, [part.arrays[name] for part in parts], info)
+            if all(name in part.arrays for part in parts) and (dimension in info.dims or not follow):
+                arrays[name] = _along(dimension, name, parts)
             elif dimension not in info.dims:
                 arrays[name] = info  # a static field, of the first store
     if not arrays:
@@ -298,19 +300,49 @@ def _comparable(part: Dataset, name: str) -> tuple[NDArray[Any], str]:
     return numbers, "times" if known else f"times of the calendar {calendar}"
 
 
-def _along(dimension: str, name: str, infos: Sequence[ArrayInfo], first: ArrayInfo) -> ArrayInfo:
+def _unlike_coordinates(parts: Sequence[Dataset], dimension: str) -> Iterator[str]:
+    """The coordinates that are others in another store, as far as units, sizes and manifests tell; nothing is read."""
+    first = parts[0]
+    for name in [name for name in first.coordinates if name != dimension]:
+        for part in [part for part in parts[1:] if name in part.coordinates]:
+            mine, theirs = (one.coordinates[name] for one in (first, part))
+            sums = [
+                None if one.manifest is None else [item.crc32c for item in one.manifest.objects if item.array == name]
+                for one in (first, part)
+            ]
+            unlike = (mine.units, mine.shape) != (theirs.units, theirs.shape)
+            if unlike or (None not in sums and sums[0] != sums[1]):
+                yield f"{name} is another in {redact(part.url)}, whose elements go by their place"
+                break
+
+
+def _moments(parts: Sequence[Dataset], name: str) -> dict[str, float | None]:
+    """Mean and deviation of a variable over stores that kit built, whose manifests tell those of each."""
+    found = [None if part.manifest is None else part.manifest.arrays.get(name) for part in parts]
+    known = [(one.valid, one.mean, one.deviation) for one in found if one is not None]
+    told = [(n, mean, deviation) for n, mean, deviation in known if mean is not None and deviation is not None]
+    valid = sum(n for n, _, _ in told)
+    if len(known) < len(parts) or not valid or valid < sum(n for n, _, _ in known):
+        return {"mean": None, "deviation": None}
+    mean = sum(n * one for n, one, _ in told) / valid
+    return {"mean": mean, "deviation": sqrt(sum(n * (d * d + (one - mean) ** 2) for n, one, d in told) / valid)}
+
+
+def _along(dimension: str, name: str, parts: Sequence[Dataset]) -> ArrayInfo:
+    infos = [part.arrays[name] for part in parts]
+    first = infos[0]
     for other in infos[1:]:
         for attribute in _ALIKE:
             if getattr(first, attribute) != getattr(other, attribute):
                 mine, theirs = getattr(first, attribute), getattr(other, attribute)
                 raise _error(f"{name} has {attribute} {mine} in one store and {theirs} in another; rebuild one alike")
-    unknown: dict[str, Any] = {"mean": None, "deviation": None}
+    moments: Any = _moments(parts, name)
     if dimension not in first.dims:
         if any(other.shape != first.shape for other in infos):
             raise _error(f"{name} has {first.shape} in one store and another shape elsewhere; name a dimension it has")
         return replace(
             first, shape=(len(infos), *first.shape), dims=(dimension, *first.dims), chunk=(1, *first.chunk),
-            shard=None if first.shard is None else (1, *first.shard), **unknown,
+            shard=None if first.shard is None else (1, *first.shard), **moments,
         )  # fmt: skip
     axis = first.dims.index(dimension)
     side = (first.shard or first.chunk)[axis]
@@ -324,7 +356,7 @@ def _along(dimension: str, name: str, infos: Sequence[ArrayInfo], first: ArrayIn
                 "them, or build them anew with a side that divides"
             )
     shape = (*first.shape[:axis], sum(one.shape[axis] for one in infos), *first.shape[axis + 1 :])
-    return replace(first, shape=shape, **unknown)
+    return replace(first, shape=shape, **moments)
 
 
 def _error(message: str, setting: str = "join") -> ConfigError:

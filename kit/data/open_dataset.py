@@ -107,8 +107,7 @@ def open_url(config: Config, url: str) -> Dataset:
         As `open_dataset`.
     """
     data = config.data
-    variables = data.variables if url == data.url else ()
-    return _from_url(url, data.credentials, variables, data.strict, ReadCache.of(config.cache))
+    return _from_url(url, data.credentials, data.variables, data.strict, ReadCache.of(config.cache))
 
 
 def _from_url(

@@ -1,5 +1,5 @@
 """Places: the positions that a patch may take where not all are alike, each with a weight; Matched: which elements of
-another array belong to those of one. Pure numpy, no store.
+another array belong to those of one; and the pseudo-random words that positions are drawn by. Pure numpy, no store.
 
 Positions are counted along each dimension, in strides. They are cut into *cells*, boxes of positions that share one
 weight, so that nothing is kept for each position: drawing one is a search among the cells and a draw within one. A cell
@@ -23,6 +23,8 @@ from numpy.typing import NDArray
 MOST_CELLS = 20_000_000
 """Beyond it they would take more than a third of a gigabyte on each rank."""
 _UNIT = 2.0**-64
+_FEISTEL_ROUNDS = 8
+_WORDS_PER_BLOCK = 4
 _USUAL = 1.5
 """A step of a coordinate up to so many times the median one is usual: months are of 28 to 31 days."""
 Match = Literal["equal", "last", "nearest"]
@@ -249,3 +251,52 @@ def usual_step(numbers: NDArray[Any]) -> Any:
     """The longest step of a coordinate that is no gap; 0 where there is one element."""
     steps = np.abs(np.diff(numbers))
     return steps[steps <= _USUAL * np.median(steps)].max() if len(steps) else 0
+
+
+# -- pseudo-random numbers
+
+
+def random_words(key: int, numbers: range, count: int) -> NDArray[np.uint64]:
+    """Pseudo-random words `(number, count)`, a pure function of the key and the number."""
+    blocks = -(-count // _WORDS_PER_BLOCK)
+    generator = np.random.Philox(key=key, counter=numbers.start * blocks)
+    return generator.random_raw(len(numbers) * blocks * _WORDS_PER_BLOCK).reshape(len(numbers), -1)[:, :count]
+
+
+@lru_cache(maxsize=1)
+def permutation(samples: int, seed: int, epoch: int) -> NDArray[np.int64]:
+    return np.random.Generator(np.random.Philox(key=key_of(seed, epoch))).permutation(samples)
+
+
+def bijection(size: int, key: int, index: NDArray[np.int64]) -> NDArray[np.int64]:
+    """The images of `index` under a pseudo-random bijection of `range(size)` that `key` names.
+
+    A balanced Feistel network permutes the smallest even-bit power of two that holds `size` (less than 4 × size);
+    images outside are permuted again until they fall inside, which keeps the map one-to-one.
+    """
+    half = max(1, (max(size - 1, 1).bit_length() + 1) // 2)
+    keys = np.random.Philox(key=key).random_raw(_FEISTEL_ROUNDS)
+    image = _feistel(index.astype(np.uint64), half, keys)
+    outside = np.flatnonzero(image >= size)
+    while outside.size:
+        image[outside] = _feistel(image[outside], half, keys)
+        outside = outside[image[outside] >= size]
+    return image.astype(np.int64)
+
+
+def _feistel(value: NDArray[np.uint64], half: int, keys: NDArray[np.uint64]) -> NDArray[np.uint64]:
+    bits, mask = np.uint64(half), np.uint64((1 << half) - 1)
+    left, right = value >> bits, value & mask
+    for key in keys:  # the finaliser of SplitMix64 (Steele et al. 2014): every input bit reaches every output bit
+        word = right + key
+        word = (word ^ word >> np.uint64(30)) * np.uint64(0xBF58476D1CE4E5B9)
+        word = (word ^ word >> np.uint64(27)) * np.uint64(0x94D049BB133111EB)
+        left, right = right, left ^ ((word ^ word >> np.uint64(31)) & mask)
+    return left << bits | right
+
+
+@lru_cache(maxsize=64)
+def key_of(*words: int) -> int:
+    """A 128-bit Philox key; numpy guarantees the words of a SeedSequence."""
+    low, high = np.random.SeedSequence(words).generate_state(2, np.uint64)
+    return int(low) | int(high) << 64

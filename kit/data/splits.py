@@ -136,8 +136,8 @@ class Split(Drawable):
                 for side, chunk, size in zip(self.sides, self.chunk, self.shape, strict=True)
             )
             border = "at borders of chunks" if cut else "through chunks, which are read for both sides"
-            along = zip(self.sides, self.shape, strict=True)
-            sides = self._told(tuple(1 if side == size else side for side, size in along))
+            along = zip(self.dims, self.sides, self.shape, strict=True)
+            sides = " × ".join(f"{name} {side}" for name, side, size in along if side < size)
             return f"{self.regions.size:,} regions of {sides}, drawn: {parts}; cut {border}{guard}"
         axis = self.dims.index(self.dimension)
         told, cut = [], True

@@ -137,14 +137,21 @@ def tile_sides(array: ArrayInfo, patch: Mapping[str, int]) -> tuple[int, ...]:
 def state_of(dataset: Dataset, arrays: list[ArrayInfo]) -> str:
     """Names what a store holds, as far as its metadata and its manifest say."""
     held = [(info.name, info.shape, info.dims, str(info.dtype), info.scale_factor, info.add_offset) for info in arrays]
-    objects = [(item.key, item.crc32c) for item in dataset.manifest.objects] if dataset.manifest else []
+    listed = [one.manifest.objects for one in _parts(dataset) if one.manifest is not None]
+    objects = [(item.key, item.crc32c) for objects in listed for item in objects]
     matched = [one.digest for info in arrays for one in info.matched if one is not None]
     return hashlib.sha256(repr((held, objects, *matched)).encode()).hexdigest()[:16]
 
 
+def _parts(dataset: Dataset) -> tuple[Dataset, ...]:
+    """The stores that it is joined of, or itself."""
+    return tuple(inner for one in getattr(dataset, "parts", ()) for inner in _parts(one)) or (dataset,)
+
+
 def files_of(dataset: Dataset, arrays: list[ArrayInfo]) -> tuple[Path, ...]:
     """Where statistics of these arrays are kept: beside a folder, or else in the project's folder."""
-    named = hashlib.sha256(repr((redact(dataset.url), [info.name for info in arrays])).encode()).hexdigest()[:12]
+    url = " + ".join(redact(one.url) for one in _parts(dataset))  # that of several names only two of them
+    named = hashlib.sha256(repr((url, [info.name for info in arrays])).encode()).hexdigest()[:12]
     kept = project_folder() / ".kit" / "statistics" / f"{named}.npz"
     folder = None if "://" in dataset.url else local_folder(dataset.url)
     if folder is None or not folder.exists():  # several stores have no place of their own

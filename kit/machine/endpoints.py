@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from typing import Any
 
 from kit.json_text import read_json
 
@@ -24,6 +25,51 @@ def endpoint_of(url: str) -> str:
     known = _read().get(f"{scheme}://{rest.partition('/')[0]}", "")
     given = known or next((os.environ[name] for name in _PROVIDERS.get(scheme, ()) if os.environ.get(name)), "")
     return given if "://" in given or not given else f"http://{given}"
+
+
+def server_of(url: str, options: Mapping[str, Any]) -> tuple[str, bool]:
+    """What has to be there for a store to be read, and whether all of it is reached by a connection to that.
+
+    Amazon and Azure may be reached by private ways, which lead to some of their servers only.
+
+    Args:
+        url: Of the store.
+        options: fsspec's.
+
+    Returns:
+        An address, empty where it is not known here; and whether to connect to it. Else its name alone tells.
+    """
+    scheme = url.partition("://")[0]
+    if scheme in ("http", "https"):
+        return url, True
+    if scheme == "gs":
+        return endpoint_of(url) or "https://storage.googleapis.com", True
+    if scheme == "s3":
+        given = endpoint_of(url) or options.get("endpoint_url") or options.get("client_kwargs", {}).get("endpoint_url")
+        return (given, True) if given else (_amazon_server(), False)
+    return _azure_server(options) if scheme == "az" else ("", False)
+
+
+def _amazon_server() -> str:
+    """Amazon's own; empty where the profile may lead elsewhere."""
+    try:
+        from botocore.session import Session
+
+        profile = Session().get_scoped_config()
+    except Exception:  # not installed, or no such profile: whoever opens the store says so
+        return ""
+    return "" if {"endpoint_url", "services"} & {*profile} else "https://s3.amazonaws.com"
+
+
+def _azure_server(options: Mapping[str, Any]) -> tuple[str, bool]:
+    """That of the account."""
+    text = str(options.get("connection_string") or os.environ.get("AZURE_STORAGE_CONNECTION_STRING", ""))
+    told = dict(part.partition("=")[::2] for part in text.split(";"))
+    if told.get("BlobEndpoint"):
+        return told["BlobEndpoint"], True
+    account = told.get("AccountName") or options.get("account_name") or os.environ.get("AZURE_STORAGE_ACCOUNT_NAME", "")
+    known = account and "account_host" not in options
+    return (f"https://{account}.blob.{told.get('EndpointSuffix', 'core.windows.net')}" if known else ""), False
 
 
 def takes_no_key(url: str) -> bool:

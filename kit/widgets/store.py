@@ -22,7 +22,7 @@ from kit.chunks.cost import LayoutCost, slowest
 from kit.chunks.search import ChunkPlan, named
 from kit.config import Config
 from kit.data.build.plan import BuildPlan
-from kit.errors import KitError, UnfinishedStoreError
+from kit.errors import KitError, UnfinishedStoreError, UnreachableStoreError
 from kit.tables import html_list, html_table, text_table
 from kit.units import format_bytes, format_count, format_seconds
 from kit.widgets.live import Background, LatestOnlyWorker
@@ -146,7 +146,7 @@ def find_out(config: Config, source: Any = None) -> StoreFacts:
     facts = StoreFacts(config=config)
     try:
         facts.dataset = open_dataset(config)
-    except UnfinishedStoreError as error:
+    except (UnfinishedStoreError, UnreachableStoreError) as error:
         facts.missing = str(error)
     except KitError as error:
         has_source = source is not None or config.data.source is not None

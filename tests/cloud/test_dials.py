@@ -1,13 +1,17 @@
 """Dials and what they do to time, on a clock of the test's own."""
 
+import asyncio
+import random
 import re
 import statistics
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from waiting import PATIENCE_SECONDS
 
 from kit.cloud.dials import PRESETS, Dials, Pace, SharedLink, preset
+from kit.cloud.server import Alarms
 from kit.errors import ConfigError
 
 
@@ -95,3 +99,43 @@ def test_no_limit_lets_everything_pass_at_once():
     assert link.latency_seconds() == 0
     assert link.passes(1 << 40, link.own_pace(5.0), 5.0) == 5.0
     assert all(link.admits(5.0) for _ in range(10_000))
+
+
+def test_many_alarms_ring_in_their_order_by_one_timer_of_the_loop(monkeypatch):
+    async def rung():
+        loop, found, set_at = asyncio.get_running_loop(), [], []
+        call_at = loop.call_at
+
+        def noting(when, *call, **rest):
+            set_at.append(when)
+            return call_at(when, *call, **rest)
+
+        monkeypatch.setattr(loop, "call_at", noting)
+        alarms, now = Alarms(loop), loop.time()
+        times = [now + 0.01 + number * 1e-6 for number in range(500)]
+        for when in random.Random(1).sample(times, len(times)):
+            alarms.at(when, lambda when=when: found.append((when, loop.time())))
+        alarms.at(now, lambda: 1 / 0)  # of which the loop tells; the others ring all the same
+        loop.set_exception_handler(lambda _, told: found.append((told["exception"], now)))
+        await asyncio.wait_for(_until(lambda: len(found) > len(times)), PATIENCE_SECONDS)
+        assert isinstance(found.pop(0)[0], ZeroDivisionError)
+        return times, found, set_at
+
+    times, found, set_at = asyncio.run(rung())
+    assert [when for when, _ in found] == times
+    assert all(when <= rang for when, rang in found)
+    assert len(set_at) < len(times) / 2
+
+
+async def _until(holds):
+    while not holds():
+        await asyncio.sleep(0)
+
+
+@pytest.mark.parametrize("bandwidth", [0, 1e6, 80e6])
+def test_what_leaves_in_one_piece_takes_its_time_on_its_connection(bandwidth):
+    link = SharedLink(Dials(bandwidth_bytes_per_second=bandwidth), 0.0)
+    most = link.piece_bytes(link.own_pace(0.0))
+    for count in (1, most):
+        assert link.seconds_of_one_piece(count) == link.own_pace(0.0).pass_(count, 0.0)
+    assert link.seconds_of_one_piece(most + 1) == 0

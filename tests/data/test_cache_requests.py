@@ -6,10 +6,12 @@ from http.server import SimpleHTTPRequestHandler
 
 import numpy as np
 import pytest
+import zarr
 from properties import crossed
 
 import kit
 from kit.data.build.build import build
+from kit.data.build.layout import predict_reading
 from kit.data.open_dataset import open_dataset
 from kit.data.patches.loader import PatchLoader
 from kit.data.patches.module import PatchData
@@ -97,6 +99,69 @@ def test_other_servers_are_asked_once_for_each_chunk(server, kit_built, request,
         assert counts["bytes_read"] == 0
         objects = len(dataset.manifest.objects) if dataset.manifest else 100
         assert counts["requests"] <= (0 if kit_built else objects)  # others are asked which object it is
+
+
+def foreign(place, shards=None):
+    """Written by zarr alone: 32 chunks, of which one holds nothing but fill values and is not stored."""
+    group = zarr.open_group(str(place), mode="w")
+    wind = group.create_array(
+        "wind", shape=(8, 32, 32), chunks=(1, 16, 16), shards=shards, dtype="float32", fill_value=-1.0,
+        dimension_names=("time", "lat", "lon"),
+    )  # fmt: skip
+    wind[...] = np.arange(8 * 32 * 32).reshape(8, 32, 32)
+    wind[3, :16, 16:] = -1
+    zarr.consolidate_metadata(group.store)
+    return place
+
+
+def foreign_config(url, folder, **changes):
+    return kit.Config.make({
+        "data": {"url": url, "patch": {"time": 2, "lat": 16, "lon": 16}, "order": "grid", "standardize": False},
+        "loader": {"batch_size": 4}, "cache": {"size_bytes": 8 << 20, "folder": str(folder)},
+    }).replace(changes)  # fmt: skip
+
+
+ABSENT = pytest.mark.filterwarnings("ignore:.*(Consolidated|consolidated)", "ignore:.*absent from the store")
+
+
+@ABSENT
+@pytest.mark.parametrize(("server", "shards"), crossed(["gs", "s3", "http"], [None, (1, 32, 32)]))
+def test_a_store_of_others_is_asked_once_which_object_each_key_names(cloud, tmp_path, server, shards):
+    name = f"others-{server}-{bool(shards)}/t.zarr"
+    cloud.upload(foreign(tmp_path / "t.zarr", shards), name)
+    config = foreign_config(cloud.url(name, server), tmp_path / "c")
+    objects = 8 if shards else 32
+    dataset, mark = open_dataset(config), cloud.counts()
+    kinds = lambda: {kind: used.requests for kind, used in cloud.counts(since=mark).kinds.items()}  # noqa: E731
+    predict_reading(config, dataset)
+    assert kinds().get("info", 0) <= objects  # a size and a tag are one question
+    with closing(loader_of(config, dataset)) as loader:
+        values = [one_pass(loader)[0] for _ in range(2)]
+    first = kinds()
+    assert first["info"] == objects
+    assert shards or first["read"] == objects  # what is not there is looked for once
+    for _ in range(2):
+        with closing(loader_of(config, dataset)) as loader:
+            assert one_pass(loader)[0] == values[0] == values[1]
+    kit.data.prefetch(config, dataset, progress=False)
+    assert kinds() == first
+    assert loader.counters()["chunks_filled"] == 1
+
+
+@ABSENT
+def test_a_server_that_denies_objects_to_head_is_read_all_the_same(folder_server, monkeypatch, tmp_path):
+    def deny(handler):
+        handler.send_error(404)
+
+    monkeypatch.setattr(SimpleHTTPRequestHandler, "do_HEAD", deny)
+    foreign(tmp_path / "t.zarr")
+    config = foreign_config(f"{folder_server}/t.zarr", tmp_path / "c")
+    near = config.replace({"data.url": str(tmp_path / "t.zarr")})
+    totals = []
+    for one in (config, near):
+        with closing(loader_of(one, open_dataset(one))) as loader:
+            totals.append(one_pass(loader)[0])
+    assert totals[0] == totals[1]
 
 
 @pytest.mark.slow

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from properties import examples
 
-from kit.data.sampling import SamplePlan, WindowLimit
+from kit.data.samples import SamplePlan, WindowLimit
 
 
 @st.composite

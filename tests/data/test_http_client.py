@@ -6,13 +6,16 @@ import http.server
 import json
 import multiprocessing
 import re
+import select
 import shutil
+import socket
 import threading
 import tracemalloc
 from concurrent.futures import Future
 from urllib.parse import urlsplit
 
 import numpy as np
+import pycurl
 import pytest
 from waiting import PATIENCE_SECONDS, wait_until
 from zarr_stores import write_array
@@ -20,7 +23,7 @@ from zarr_stores import write_array
 from kit.cloud.simulated import simulated_cloud
 from kit.data.open_dataset import open_dataset
 from kit.data.stores.auth import address_of
-from kit.data.stores.http import Get, HttpClient
+from kit.data.stores.http import Get, HttpClient, _Epoll
 from kit.data.stores.transfer import FEWEST, ConcurrencyLimit, Counters
 from kit.data.stores.url import open_store
 from kit.data.stream.engine import Engine
@@ -410,3 +413,42 @@ def test_a_host_that_takes_few_requests_holds_up_no_other(cloud, folder, monkeyp
         assert first is not second
         assert source.open_requests[0] == min(64, first.now + second.now)
         source.close()
+
+
+def test_a_batch_is_handed_to_the_client_in_one_call_however_many_shards_it_touches(cloud, monkeypatch):
+    calls, submit = [], HttpClient.submit
+    monkeypatch.setattr(HttpClient, "submit", lambda self, gets, urgent=False: (
+        calls.append(len(gets := [*gets])) or submit(self, gets, urgent)))  # fmt: skip
+    with Engine(open_dataset(url_of(cloud, "gs", "shards")), requests_in_flight=8) as engine:
+        for place in ((0, 5, 0), (0, 25, 0)):  # the index of either shard
+            engine.read(np.array([place]), PATCH)
+        calls.clear()
+        engine.read(np.array([(4, 0, 30), (4, 30, 30)]), PATCH)
+    assert calls == [2]
+
+
+@pytest.mark.skipif(not hasattr(select, "epoll"), reason="no epoll")
+def test_a_socket_at_rest_is_watched_again_and_so_is_another_of_its_number():
+    sockets, here, there = _Epoll(), *socket.socketpair()
+    fd = here.fileno()
+    for _ in range(2):
+        sockets.watch(fd, pycurl.POLL_IN)
+        there.send(b"1")
+        assert sockets.ready(PATIENCE_SECONDS) == [(fd, pycurl.CSELECT_IN)]
+        here.recv(1)
+        sockets.watch(fd, 0)
+    there.send(b"unasked")
+    assert sockets.ready(PATIENCE_SECONDS) == sockets.ready(0) == []  # nobody wants it, and it wakes nobody again
+    sockets.watch(fd, pycurl.POLL_IN)
+    assert sockets.ready(PATIENCE_SECONDS) == [(fd, pycurl.CSELECT_IN)]
+    sockets.watch(fd, 0)
+    here.close()
+    there.close()
+    here, there = socket.socketpair()
+    assert fd in (here.fileno(), there.fileno())  # the least number that is free
+    mine, other = (here, there) if here.fileno() == fd else (there, here)
+    sockets.watch(fd, pycurl.POLL_IN)
+    other.send(b"1")
+    assert sockets.ready(PATIENCE_SECONDS) == [(fd, pycurl.CSELECT_IN)]
+    for one in (mine, other, sockets):
+        one.close()

@@ -113,6 +113,141 @@ def test_members_of_an_ensemble_are_a_dimension_of_their_own(tmp_path, kind):
     check(config_of(**{"data.patch": {"member": 2, "time": 3, "lat": 4, "lon": 5}}), joined, whole)
 
 
+# -- members as several stores, and as a dimension of one
+
+
+DIMS = ("time", "lat", "lon")
+
+
+def member(place, values, dims=DIMS, chunks=(4, 6, 6)):
+    """Written by zarr, with land, a coordinate and a static field."""
+    group = zarr.open_group(str(place), mode="w")
+    for name, data, cut, along in (
+        ("sst", values, chunks, dims), ("depth", field(9)[0], (6, 6), DIMS[1:]),
+        ("time", np.arange(SHAPE[0]), (SHAPE[0],), DIMS[:1]),
+    ):  # fmt: skip
+        group.create_array(
+            name, shape=data.shape, chunks=cut, dtype=data.dtype, fill_value=data.dtype.type(0), dimension_names=along
+        )[...] = data
+    return str(place)
+
+
+def ensemble(folder, numbers=range(4)):
+    """A config of several stores, and one of a single store that holds them all."""
+    fields = [field(number) + number for number in numbers]
+    for values in fields:
+        values[:, :2, :5] = np.nan
+    places = [member(folder / f"{number}.zarr", values) for number, values in zip(numbers, fields, strict=True)]
+    whole = member(folder / "all.zarr", np.stack(fields), ("member", *DIMS), (1, 4, 6, 6))
+    config = config_of(**{"data.variables": ("sst", "depth"), "data.samples_per_epoch": 64})
+    several = {"data.url": places[0], "data.more": tuple(places[1:]), "data.join": "member"}
+    return config.replace(several), config.replace({"data.url": whole}), np.stack(fields)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {}, {"data.order": "grid"}, {"data.order": "block"}, {"data.patch": {"member": 3, "time": 3, "lat": 4}},
+        {"data.validation_fraction": 0.25}, {"data.validation_fraction": 0.5, "data.validation_dimension": "time"},
+        {"data.validation_fraction": 0.25, "data.split": "regions", "data.split_region": {"member": 1}},
+        {"data.standardize": True, "data.variables": ("sst",)},
+        {"data.standardize": True, "data.variables": ("sst",), "data.validation_fraction": 0.25},
+        {"data.least_valid_fraction": 0.9, "data.weight_by": "deviation", "data.variables": ("sst",)},
+    ],
+)  # fmt: skip
+def test_members_are_sampled_split_and_measured_alike_as_stores_and_as_a_dimension(tmp_path, changes, monkeypatch):
+    monkeypatch.chdir(tmp_path)  # where statistics of several stores are kept
+    several, one, truth = ensemble(tmp_path)
+    found = []
+    for config in (several.replace(changes), one.replace(changes)):
+        if config.data.variables == ("sst",):
+            measured = kit.data.statistics(config, progress=False).mean_and_deviation(0)
+            assert measured == pytest.approx((np.nanmean(truth), np.nanstd(truth)))
+        data = kit.data.PatchData(config)
+        loaders = [data.train_dataloader(), *([data.val_dataloader()] if config.data.validation_fraction else [])]
+        batches = [[*loader] for loader in loaders]
+        found.append((str(kit.data.split(config)), [[one["values"].numpy() for one in some] for some in batches]))
+        data.teardown()
+    assert found[0][0] == found[1][0]
+    for mine, theirs in zip(*(batches for _, batches in found), strict=True):
+        assert all(np.array_equal(*pair) for pair in zip(mine, theirs, strict=True))
+
+
+def test_a_region_of_one_member_is_told_by_its_dimension(tmp_path):
+    config = ensemble(tmp_path)[0].replace({"data.validation_fraction": 0.25, "data.split": "regions"})
+    assert "48 regions of member 1 × time 4 × lat 6 × lon 6" in str(kit.data.split(config))
+    assert "4 regions of member 1," in str(kit.data.split(config.replace({"data.split_region": {"member": 1}})))
+
+
+def test_statistics_of_an_ensemble_are_never_those_of_another_or_of_members_built_anew(
+    tmp_path, tiny_config, monkeypatch
+):
+    monkeypatch.chdir(tmp_path)  # where statistics of several stores are kept
+
+    def config(*numbers):
+        places = [str(tmp_path / f"{number}.zarr") for number in numbers]
+        return config_of(**{
+            "data.url": places[0], "data.more": tuple(places[1:]), "data.join": "member", "data.variables": ("wind",),
+        })  # fmt: skip
+
+    def build(number, seed):
+        kit.build(tiny_config(str(tmp_path / f"{number}.zarr"), data__arguments={"time": 4, "seed": seed}),
+                  overwrite=True, progress=False)  # fmt: skip
+
+    def measured(*numbers):
+        return kit.data.statistics(config(*numbers), progress=False).mean_and_deviation(0)
+
+    for number in range(4):
+        build(number, number)
+    first = measured(0, 1, 2)
+    assert measured(0, 1, 3) != first
+    assert measured(0, 1, 2) == first
+    build(2, 7)
+    assert measured(0, 1, 2) != first
+
+
+@pytest.mark.parametrize("dimension", ["member", "time"])
+def test_means_of_stores_that_kit_built_are_known_of_all_together(tmp_path, tiny_config, dimension, monkeypatch):
+    monkeypatch.chdir(tmp_path)  # where statistics of several stores are kept
+    places = [str(tmp_path / f"{number}.zarr") for number in range(3)]
+    for seed, place in enumerate(places):
+        kit.build(tiny_config(place, data__arguments={"time": 4, "seed": seed}), progress=False)
+    joined = kit.data.join(places, dimension)
+    config = config_of(**{
+        "data.url": places[0], "data.more": tuple(places[1:]), "data.join": dimension, "data.variables": ("wind",),
+    })  # fmt: skip
+    expected = kit.data.statistics(config, progress=False).mean_and_deviation(0)
+    assert (joined.arrays["wind"].mean, joined.arrays["wind"].deviation) == pytest.approx(expected)
+
+
+def test_a_static_field_that_each_year_holds_is_that_of_the_first(tmp_path):
+    places = [member(tmp_path / f"{number}.zarr", field(number)) for number in range(2)]
+    joined = kit.data.join(places, "time")
+    assert joined.arrays["depth"].dims == DIMS[1:]
+    data = kit.data.PatchData(config_of(**{"data.variables": ("sst", "depth")}), joined)
+    loader = data.train_dataloader()
+    (first, *_) = loader
+    for (_, lat, lon), values in zip(loader.plan.batch(0, 0, 0), first["values"].numpy(), strict=True):
+        assert np.array_equal(values[1], np.repeat(field(9)[:1, lat : lat + 4, lon : lon + 5], 3, axis=0))
+    data.teardown()
+
+
+def test_members_whose_times_are_others_say_so(tmp_path):
+    same, other = with_xarray(tmp_path, 0), with_xarray(tmp_path, 1, first=-SHAPE[0])
+    assert "is another" not in str(kit.data.join([same, other], "member"))
+    group = zarr.open_group(str(other), mode="r+")
+    group["time"].attrs["units"] = "days since 2002-01-01"
+    assert f"time is another in {other}" in str(kit.data.join([same, other], "member"))
+
+
+def test_members_behind_plain_http_are_found_by_the_names_of_their_variables(cloud, tmp_path):
+    for number in range(2):
+        cloud.upload(sharded(tmp_path, number), f"plain/{number}.zarr")
+    first, second = (cloud.url(f"plain/{number}.zarr", "http") for number in range(2))
+    config = config_of(**{"data.url": first, "data.more": (second,), "data.join": "member", "data.variables": ("sst",)})
+    check(config, None, np.stack([field(0), field(1)]))
+
+
 def test_a_config_names_them_and_a_pickle_opens_them_again(tmp_path):
     places = [str(with_xarray(tmp_path, number)) for number in range(2)]
     config = config_of(**{"data.url": places[0], "data.more": (places[1],), "data.join": "time"})

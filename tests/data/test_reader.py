@@ -15,7 +15,7 @@ from kit.chunks.resources import OPENING_BYTES
 from kit.config import Loader
 from kit.data.open_dataset import open_dataset
 from kit.data.patches.loader import PatchLoader
-from kit.data.sampling import SamplePlan
+from kit.data.samples import SamplePlan
 from kit.data.stream.engine import Engine
 from kit.data.stream.memory import batch_bytes, largest_chunk_bytes
 from kit.errors import ConfigError

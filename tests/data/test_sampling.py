@@ -14,8 +14,10 @@ from hypothesis import strategies as st
 from properties import examples
 
 from kit.config import Config
-from kit.data import sampling
-from kit.data.sampling import SamplePlan, bijection, plan_samples
+from kit.data import samples
+from kit.data.places import bijection
+from kit.data.samples import SamplePlan
+from kit.data.sampling import plan_samples
 from kit.errors import ConfigError
 
 OCEAN = SimpleNamespace(name="temperature", dims=("time", "lat", "lon"), shape=(20, 30, 40))
@@ -163,7 +165,7 @@ def test_the_bijection_is_one_to_one(size, key):
 
 
 def test_a_long_grid_is_shuffled_by_the_bijection_and_still_visits_everything(monkeypatch):
-    monkeypatch.setattr(sampling, "LARGEST_PERMUTATION", 10)
+    monkeypatch.setattr(samples, "LARGEST_PERMUTATION", 10)
     a_plan = plan(order="grid", stride=(1, 1, 1))
     offsets = np.concatenate([batch for step in epoch_of(a_plan) for batch in step])
     assert len(np.unique(offsets, axis=0)) == len(offsets) == a_plan.samples

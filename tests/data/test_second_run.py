@@ -219,6 +219,9 @@ def test_without_a_network_a_full_cache_is_enough(cloud, tmp_path, tiny_config, 
     assert kit.data.prefetch(config, dataset, progress=False).requests == 0
     with pytest.warns(KitWarning, match="instead, as it was"):  # also of one that was opened before
         assert kit.data.prefetch(config, opened, progress=False).requests == 0
+    with pytest.warns(KitWarning), pytest.raises(UnreachableStoreError, match="no connection") as told:
+        kit.data.probe(config)
+    assert "is not in the cache" not in str(told.value)  # no network is measured, whatever is held of the store
     for nowhere in ({"cache.size_bytes": 0}, {"cache.folder": str(tmp_path / "other")}):
         with pytest.raises(UnreachableStoreError, match="check the network"):
             open_dataset(config.replace(nowhere))

@@ -1,12 +1,18 @@
 """URLs, credentials and errors of stores."""
 
+import json
 import os
 import pickle
+import shutil
 import socket
+import subprocess
+import sys
+import threading
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from waiting import PATIENCE_SECONDS
 from zarr.storage import FsspecStore, LocalStore
 
 from kit.data.open_dataset import open_dataset
@@ -22,7 +28,7 @@ from kit.data.stores.url import (
     store_error,
     write_object,
 )
-from kit.errors import StoreError
+from kit.errors import StoreError, UnreachableStoreError
 
 CANARY = "canary-7f3a9b2c"
 
@@ -116,6 +122,59 @@ def test_a_host_that_does_not_answer_is_refused_after_one_short_attempt(monkeypa
             open_store(url)
     assert [address for address, _ in attempts] == [("127.0.0.1", 9)] * 2
     assert all(0 < timeout < 10 for _, timeout in attempts)
+
+
+OPEN_ALL = """
+import json, sys
+from kit.data.open_dataset import open_dataset
+
+for url in sys.argv[1:]:
+    for credentials in ("default", "anonymous"):
+        try:
+            open_dataset(url, credentials)
+        except OSError as error:
+            print(json.dumps([url, type(error).__name__, str(error)]), flush=True)
+"""
+HOSTS = {
+    "gs://ocean/x.zarr": "storage.googleapis.com:443", "s3://ocean/x.zarr": "s3.amazonaws.com:443",
+    "az://ocean/x.zarr": "sea.blob.core.windows.net:443", "https://ocean.invalid/x.zarr": "ocean.invalid:443",
+    "http://127.0.0.1:9/x.zarr": "127.0.0.1:9",
+}  # fmt: skip
+
+
+@pytest.fixture
+def without_network(tmp_path):
+    """The beginning of a command that has no network at all, and its environment."""
+    for begins in (["unshare", "-n"], ["unshare", "-rn"]):
+        if shutil.which("unshare") and not subprocess.call([*begins, "true"], stderr=subprocess.DEVNULL):
+            kept = {name: os.environ[name] for name in ("PATH", "PYTHONPATH") if name in os.environ}
+            return begins, kept | {"HOME": str(tmp_path), "AZURE_STORAGE_ACCOUNT_NAME": "sea"}
+    pytest.skip("this system takes no network away")
+
+
+def test_without_a_network_each_kind_of_store_names_what_was_tried_and_what_can_be_read_instead(without_network):
+    begins, environment = without_network
+    command = [*begins, sys.executable, "-c", OPEN_ALL, *HOSTS]
+    ran = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=PATIENCE_SECONDS, check=True)
+    told = [json.loads(line) for line in ran.stdout.splitlines()]
+    assert [url for url, _, _ in told] == [url for url in HOSTS for _ in range(2)]
+    for url, kind, text in told:
+        assert (kind, url in text, HOSTS[url] in text) == ("UnreachableStoreError", True, True)
+        assert all(way in text for way in ("data.url", "kit.data.prefetch", "kit.cloud.simulate"))
+
+
+def test_a_server_of_names_that_never_answers_is_given_up(monkeypatch):
+    ended = threading.Event()
+
+    def hang(*_):
+        ended.wait(PATIENCE_SECONDS)
+        raise OSError  # so that nothing is looked up behind the test
+
+    monkeypatch.setattr("kit.data.stores.url.refuse_resolved", hang)
+    monkeypatch.setattr("kit.data.stores.url._REACH_SECONDS", 0.1)
+    with pytest.raises(UnreachableStoreError, match=r"ocean\.invalid:443 .*no answer within 0\.1 s"):
+        open_store("https://ocean.invalid/x.zarr")
+    ended.set()
 
 
 def test_credentials_that_are_not_set_name_the_variable(monkeypatch):

@@ -10,7 +10,7 @@ from properties import examples
 
 from kit.chunks.access import fit_window
 from kit.chunks.geometry import axes_of
-from kit.data.sampling import Windows, mixing, pairs_of_one_visit
+from kit.data.epochs import Windows, mixing, pairs_of_one_visit
 
 
 def windows(**changes):

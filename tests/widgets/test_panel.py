@@ -10,7 +10,7 @@ from properties import nightly
 from waiting import PATIENCE_SECONDS
 
 from kit.config import Config
-from kit.errors import ConfigError, TrialError
+from kit.errors import ConfigError, TrialError, UnreachableStoreError
 from kit.widgets import panel as panels
 from kit.widgets.live import LatestOnlyWorker
 from kit.widgets.panel import Panel, panel
@@ -218,6 +218,16 @@ def test_save_writes_the_config_of_the_form(quick, project):
     quick.form.controls["loader.batch_size"].value = 7
     path = quick.save(project / "mine.yaml")
     assert Config.load(path) == quick.config
+
+
+def test_a_store_without_a_network_to_it_is_told_and_not_called_unbuilt(config, monkeypatch):
+    monkeypatch.setenv("KIT_ENDPOINTS", '{"gs://away": "http://127.0.0.1:9"}')
+    mine = Panel(config.replace({"data.url": "gs://away/waves.zarr"}))
+    mine.wait(WAIT)
+    assert "no connection to 127.0.0.1:9" in mine.store.summary.value
+    assert "not built" not in mine.store.summary.value
+    with pytest.raises(UnreachableStoreError, match="no connection"):
+        mine.chunks.probe()
 
 
 def test_the_store_is_planned_built_and_found(config):

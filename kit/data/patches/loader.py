@@ -8,7 +8,7 @@ alone are the better choice. They are forked from a server that has opened nothi
 script that starts them guards its own start with `if __name__ == "__main__"`.
 
 `state_dict` says how far the current pass has come. A loader that takes it goes on with exactly the samples not yet
-handed over, with any number of processes and of ranks and any batch size (see `kit.data.elastic`); what then cannot be
+handed over, with any number of processes and of ranks and any batch size (see `kit.data.epochs`); what then cannot be
 as it would have been is a warning.
 
 Lightning leaves such a loader as it is, since it is no torch DataLoader: every rank reads its own part of the plan
@@ -37,7 +37,8 @@ from kit.chunks.requests import Coalescing
 from kit.chunks.resources import HOLES_SHARE
 from kit.config import Loader
 from kit.data.dataset import Dataset
-from kit.data.sampling import SamplePlan, mixing
+from kit.data.epochs import mixing
+from kit.data.samples import SamplePlan
 from kit.data.stores.disk_cache import ReadCache
 from kit.data.stores.transfer import NAMES, absent_chunks, total
 from kit.data.stores.url import redact
@@ -373,7 +374,7 @@ class PatchLoader(EpochLoader[PatchBatch, SamplePlan]):
     def mixing(self) -> float | None:
         """Independent samples that the batches so far were worth at least, over their size; None before the first.
 
-        1 in random order; see `kit.data.sampling.mixing`.
+        1 in random order; see `kit.data.epochs.mixing`.
         """
         counts = self.counters()
         if not counts["samples"]:

@@ -112,7 +112,7 @@ def prefetch(config: Config, given: Dataset | None = None, *, progress: bool | P
         in_flight = min(_MOST_THREADS, config.loader.requests_in_flight)
         client = open_client(store, dataset.url, _REQUEST_SECONDS, counters, in_flight)
         try:
-            names = ObjectNames(client, dataset, FetchOnceCache[str](), partial(is_remote, store))
+            names = ObjectNames(client, dataset, FetchOnceCache(kept=dataset.names), partial(is_remote, store))
             stored = [sync(StoredArray.open(store, info)) for info in arrays]
             filler = _Filler(client, names, _open_folder(cache))
             began = time.perf_counter()
@@ -211,8 +211,8 @@ class _Filler:
     def _keep(self, stored: StoredArray, place: tuple[int, ...]) -> int:
         """Read what is missing of one object; returns the bytes of it that are held then."""
         key = stored.object_key(place)
-        name = None if self._stop.is_set() else self._names.claim(key).result()
-        if name is None:
+        name = "" if self._stop.is_set() else self._names.claim(key).result()
+        if not name:
             return 0
         if stored.per_shard is None:
             return self._keep_whole(key, name)

@@ -42,7 +42,7 @@ from kit.data.stores.url import redact, sizes_of_objects
 from kit.data.stream.codec import StoredArray
 from kit.data.stream.fetch import leaves, open_client, read_index
 from kit.data.variables import ArrayInfo
-from kit.errors import StoreError
+from kit.errors import StoreError, UnreachableStoreError
 from kit.tables import html_table
 from kit.units import format_bytes, format_count, format_seconds, parse_bytes
 
@@ -184,6 +184,8 @@ def probe(store: str | Config | Dataset, credentials: str = "default", *, most_b
         True
     """
     dataset = store if isinstance(store, Dataset) else open_dataset(store, credentials)
+    if dataset.unreachable:  # a cache is no network
+        raise UnreachableStoreError(dataset.unreachable)
     budget = parse_bytes(most_bytes)
     if budget < 1 << 20:
         raise StoreError(f"{redact(dataset.url)}: {budget} bytes are too few to probe with; allow 1 MiB at least")

@@ -35,13 +35,13 @@ from typing_extensions import override
 
 from kit.chunks.resources import DiskRates
 from kit.config import Config, Loader
-from kit.data.elastic import Segment
+from kit.data.epochs import Segment
 from kit.data.patches.loader import EpochLoader, EpochStream, pins, shared
 from kit.data.patches.module import ConfiguredData, loader_settings
 from kit.data.rows.page_cache import drop_cached
 from kit.data.rows.rows import Rows, Which, open_rows
 from kit.data.rows.sources import ZarrRows
-from kit.data.sampling import SamplePlan
+from kit.data.samples import SamplePlan
 from kit.data.stream import memory
 from kit.data.stream.engine import Spans
 from kit.errors import ConfigError, Problem

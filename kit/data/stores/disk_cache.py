@@ -4,8 +4,8 @@ It lies beneath the cache of decoded chunks and keeps stored bytes: whole object
 inner chunks, each under its own range, however many a request brought. So what is kept answers every later order and
 batch. An object goes by the URL, its key and its identity. In a store that kit built the identity is size and checksum
 from the manifest, which every opening reads anew, so a rebuilt store finds nothing old. In any other store it is what
-the store says of the object (entity tag or generation, else size and time), requested once per object and reader; a
-store that says neither is refused by name. A reader that stays open while its store is rebuilt may get either.
+the store says of the object (entity tag or generation, else size and time), requested once per object and opening; a
+store that says neither is refused by name. A dataset that stays open while its store is rebuilt may get either.
 
 In a folder the parts of an object, or of a stretch of a long one, are appended to one file: so a cache of small chunks
 is hardly larger than they are. A record tells which parts follow and their CRC-32C: a part cut short, flipped or

@@ -1,8 +1,8 @@
 """RemoteStore: a zarr store behind fsspec, with kit's retries, and no way to a cloud's metadata service.
 
-Every operation is retried by `kit.data.stores.retry` instead of by the client itself; whether an object exists is never
-taken from an error. An operation in doubt after a broken connection is done again: a write puts the same bytes in the
-same place, and deleting twice is deleting. gcsfs, s3fs and HTTP are bound to the event loop of their first request.
+Every operation is retried by `kit.data.stores.transfer` instead of by the client itself; whether an object exists is
+never taken from an error. An operation in doubt after a broken connection is done again: a write puts the same bytes in
+the same place, and deleting twice is deleting. gcsfs, s3fs and HTTP are bound to the event loop of their first request.
 
 Link-local addresses belong to the machine's own network, and clouds answer there with the machine's keys. A config, a
 bucket or a server that leads there is refused before a request leaves: when a URL is read, when its name has been
@@ -29,7 +29,7 @@ from zarr.abc.store import ByteRequest
 from zarr.core.buffer import Buffer, BufferPrototype
 from zarr.storage import FsspecStore
 
-from kit.data.stores.retry import Retries, status_of
+from kit.data.stores.transfer import Retries, status_of
 from kit.errors import StoreError
 
 READ_SECONDS = 20.0

@@ -4,7 +4,7 @@ Sending and receiving happen in C, without the interpreter's lock, and no thread
 thread hands it on. So a request costs less than half the CPU of one by threads, and the memory of hundreds of
 connections stays small. The client reads what fsspec has opened and logged in to, at the same address with the same key
 (`kit.data.stores.auth`). A response is bytes, or None where there is no such object; a response to a range that is
-something else is an error. What may pass is retried by `kit.data.stores.retry`, without holding up the others.
+something else is an error. What may pass is retried by `kit.data.stores.transfer`, without holding up the others.
 
 The thread starts with the first request and ends when there has been none for a while, so a client that is forgotten
 leaves nothing behind. A client belongs to the process that made it.
@@ -36,8 +36,15 @@ import pycurl
 
 from kit.data.stores.auth import Address
 from kit.data.stores.fsspec import is_metadata
-from kit.data.stores.retry import TOO_MANY, Retries, RetryAttempts
-from kit.data.stores.transfer import ConcurrencyLimit, Counters, Octets, octets
+from kit.data.stores.transfer import (
+    TOO_MANY,
+    ConcurrencyLimit,
+    Counters,
+    Octets,
+    Retries,
+    RetryAttempts,
+    octets,
+)
 from kit.data.stores.url import redact, store_error
 from kit.errors import StoreError
 
@@ -519,28 +526,35 @@ class HttpClient(Client):
 class _Epoll:
     """Which sockets are ready, in libcurl's numbers.
 
-    libcurl has a socket watched and forgotten for every request, which takes Python's selectors three times as long.
+    libcurl has a socket watched and forgotten for every request, which takes Python's selectors three times as long. So
+    one that is forgotten stays registered: most are watched again at once, and at rest only their end is an event.
     """
 
     def __init__(self) -> None:
         self._epoll = select.epoll()
         self._watched: dict[int, int] = {}
+        """0 for those at rest."""
 
     def watch(self, fd: int, events: int) -> None:
         """From now on for these; for none, not any more."""
-        if not events:
-            self._watched.pop(fd, None)
-            with contextlib.suppress(OSError):  # it is closed, and so forgotten
-                self._epoll.unregister(fd)
-            return
-        mask = (select.EPOLLIN if events & pycurl.POLL_IN else 0) | (select.EPOLLOUT if events & pycurl.POLL_OUT else 0)
-        (self._epoll.modify if fd in self._watched else self._epoll.register)(fd, mask)
+        if events:
+            reads = select.EPOLLIN if events & pycurl.POLL_IN else 0
+            mask = reads | (select.EPOLLOUT if events & pycurl.POLL_OUT else 0)
+            try:
+                (self._epoll.modify if fd in self._watched else self._epoll.register)(fd, mask)
+            except FileNotFoundError:  # closed at rest, and so forgotten; this is another of its number
+                self._epoll.register(fd, mask)
         self._watched[fd] = events
 
     def ready(self, seconds: float) -> list[tuple[int, int]]:
         """Those that are, after so long at most; one that broke is ready for all that it is watched for."""
         found = []
         for fd, events in self._epoll.poll(seconds):
+            if not self._watched[fd]:
+                del self._watched[fd]
+                with contextlib.suppress(OSError):  # it is closed by now
+                    self._epoll.unregister(fd)
+                continue
             reads = pycurl.CSELECT_IN if events & ~select.EPOLLOUT else 0
             writes = pycurl.CSELECT_OUT if events & ~select.EPOLLIN else 0
             found.append((fd, (reads | writes) & self._watched[fd]))

@@ -19,7 +19,7 @@ import re
 import socket
 import threading
 import unicodedata
-from collections.abc import Callable, Coroutine, Iterable
+from collections.abc import Callable, Coroutine, Iterable, Mapping
 from concurrent.futures import Future, wait
 from pathlib import Path
 from typing import Any, TypeVar
@@ -32,14 +32,16 @@ from zarr.storage import LocalStore
 
 from kit.config import near, project_folder
 from kit.data.stores.fsspec import RemoteStore, open_remote, refuse_metadata, refuse_resolved
-from kit.data.stores.retry import passing, status_of
+from kit.data.stores.transfer import passing, status_of
 from kit.errors import StoreError, UnreachableStoreError
 from kit.json_text import read_json
-from kit.machine.endpoints import endpoint_of, takes_no_key
+from kit.machine.endpoints import endpoint_of, server_of, takes_no_key
 from kit.machine.machine import waiting_per_core
 
 _ANSWER_SECONDS = 20.0
 _CONNECT_SECONDS = 5.0
+_REACH_SECONDS = 10.0
+"""For finding the address of a host and connecting to it."""
 _SIZES_AT_ONCE = 16
 _LONGEST_URL = 4096
 _LONGEST_NAME_BYTES = 255
@@ -204,19 +206,10 @@ def open_store(url: str, credentials: str = "default", *, read_only: bool = True
             raise StoreError(f"{folder} does not exist; {way_out}{near(folder)}")
         return LocalStore(folder, read_only=read_only)
     options = options_of(url, credentials, read_only)
-    _check_reachable(url)
-    opened: Future[Store] = Future()
-
-    def open_it() -> None:
-        try:
-            opened.set_result(open_remote(url, options, read_only))
-        except BaseException as error:
-            opened.set_exception(error)
-
-    # In a thread, given up in time: logging in can hang without a deadline.
-    threading.Thread(target=open_it, name="kit-open-store", daemon=True).start()
+    _check_reachable(url, options)
     seconds = answer_seconds()
-    if not wait([opened], seconds).done:
+    opened = _in_time(lambda: open_remote(url, options, read_only), seconds)  # logging in can hang without a deadline
+    if not opened.done():
         raise UnreachableStoreError(
             f"{redact(url)}: not open after {seconds:.3g} s; check the network and the credentials "
             "(credentials: anonymous reads a public store)"
@@ -225,6 +218,21 @@ def open_store(url: str, credentials: str = "default", *, read_only: bool = True
         return opened.result()
     except BaseException as error:
         raise store_error(url, error) from None
+
+
+def _in_time(work: Callable[[], Result], seconds: float) -> Future[Result]:
+    """What `work` gives, by a thread that is waited for no longer than this; whether it is there, `done()` says."""
+    future: Future[Result] = Future()
+
+    def run() -> None:
+        try:
+            future.set_result(work())
+        except BaseException as error:
+            future.set_exception(error)
+
+    threading.Thread(target=run, name="kit-open-store", daemon=True).start()
+    wait([future], seconds)
+    return future
 
 
 def options_of(url: str, credentials: str, read_only: bool) -> dict[str, Any]:
@@ -266,13 +274,9 @@ def options_of(url: str, credentials: str, read_only: bool) -> dict[str, Any]:
     return options | {"client_kwargs": {"headers": {"Authorization": f"Bearer {secret}"}}}
 
 
-def _check_reachable(url: str) -> None:
+def _check_reachable(url: str, options: Mapping[str, Any]) -> None:
     """Refuse at once when there is no way to the host; libraries would retry for most of a minute first."""
-    scheme, server = url.partition("://")[0], url
-    if scheme in ("gs", "s3"):
-        server = endpoint_of(url) or ("https://storage.googleapis.com" if scheme == "gs" else "")
-    elif scheme not in ("http", "https"):
-        return
+    server, connects = server_of(url, options)
     if not server:
         return
     parts = urlsplit(server)
@@ -281,15 +285,33 @@ def _check_reachable(url: str) -> None:
     except ValueError:
         raise StoreError(f"{redact(server)}: the port is not a number") from None
     refuse_metadata(f"//://{host}", redact(url))
-    refuse_resolved(host, port, redact(url))
-    if any(os.environ.get(name) for name in _PROXIES):
+    behind_proxy = any(os.environ.get(name) for name in _PROXIES)
+
+    def reach() -> None:
+        refuse_resolved(host, port, redact(url))
+        if not behind_proxy and connects:
+            socket.create_connection((host, port), timeout=_CONNECT_SECONDS).close()
+        elif not behind_proxy:
+            socket.getaddrinfo(host, port)
+
+    reached = _in_time(reach, _REACH_SECONDS)  # a server of names that is out of reach is asked for most of a minute
+    error = reached.exception() if reached.done() else TimeoutError(f"no answer within {_REACH_SECONDS:g} s")
+    if not reached.done() and behind_proxy:  # which finds names itself
         return
-    try:
-        socket.create_connection((host, port), timeout=_CONNECT_SECONDS).close()
-    except OSError as error:
+    if isinstance(error, OSError) and not isinstance(error, StoreError):
+        reason = error.strerror or str(error)
+        ended = "; what listened there has ended, such as a simulated cloud" if _is_here(host) else ""
         raise UnreachableStoreError(
-            f"{redact(url)}: no connection to {host}:{port} ({error}); check the network, or use a local path"
-        ) from None
+            f"{redact(url)}: no connection to {host}:{port} ({reason}){ended}; check the network. Without one there "
+            "are copies in a folder (data.url), what kit.data.prefetch has put into cache.folder, and simulated clouds "
+            "(kit.cloud.simulate)"
+        )
+    if error is not None:
+        raise error
+
+
+def _is_here(host: str) -> bool:
+    return host in ("localhost", "::1") or host.startswith("127.")
 
 
 # -- single objects

@@ -29,7 +29,7 @@ from kit.data.stores.transfer import Counters, Octets
 from kit.data.stores.url import redact
 from kit.data.stream.chunk_cache import Chunk, ChunkRequest
 from kit.data.stream.codec import ABSENT, FetchOnceCache, Index, ResolvedFuture
-from kit.data.stream.fetch import GetChunks, GetIndex, Requests, ThreadClient
+from kit.data.stream.fetch import GetChunks, GetIndex, Requests, ThreadClient, size_in
 from kit.data.stream.pool import ThreadPool
 from kit.data.stream.receive import ReceiveQueue
 from kit.errors import CorruptChunkError, KitWarning
@@ -74,7 +74,9 @@ class CachedRequests(Requests):
     def _named(self, request: ChunkRequest, found: Future[str | None] | ResolvedFuture[str | None]) -> None:
         try:
             name = found.result()
-            if name is None:  # there is no such object, as the request will find, or no name to keep it under
+            if name is None:
+                self._queue.places(request, None)
+            elif not name:  # nothing to keep it under
                 super().submit([request])
             else:
                 self.threads.put(request, self._look_up, request, name)
@@ -245,8 +247,8 @@ class ObjectNames:
     """Under which name each object is kept: that of the store that it lies in, joined with others or not.
 
     Call from any thread. Where no manifest tells which object a key names now, the store is asked, once for each of
-    the last that `names` keeps. A store that gives no tag by which a new object would show is read without a cache, and
-    a warning says so once.
+    the last that `names` keeps; so is one that is not there. A store that gives no tag by which a new object would show
+    is read without a cache, and a warning says so once.
 
     Args:
         is_kept: Whether an object is to be kept at all: one that lies on this machine is not.
@@ -258,27 +260,34 @@ class ObjectNames:
         self._client, self._known, self._names, self._is_kept = client, KnownObjects(dataset), names, is_kept
         self._lock = threading.Lock()
         self._untagged: set[str] = set()
+        self.sizes: dict[str, int] = {}
+        """Bytes of the objects that the store was asked of, as far as it told."""
 
     def claim(self, key: str) -> Future[str | None] | ResolvedFuture[str | None]:
-        """The name that is or will be known; None where there is no such object, or nothing to name it by."""
+        """The name that is or will be known; None where there is no such object, "" where nothing names it."""
         url, _, listed = self._known.find(key)
         if listed is not None:
-            return ResolvedFuture(self._known.name(key))
+            return ResolvedFuture(self._known.name(key) or "")
         if url in self._untagged or not self._is_kept(key):
-            return ResolvedFuture(None)
+            return ResolvedFuture("")
         found, mine = self._names.claim(key)
         if mine:
             self._client.submit([_Identify(self, key)])
         return found
 
     def give(self, key: str, identity: str | BaseException | None) -> None:
-        """Set the result for all that claimed the key; what is missing is asked for again next time."""
-        if isinstance(identity, BaseException):
-            self._names.give(key, identity)
-        else:
-            url, there, _ = self._known.find(key)
-            name = None if identity is None else name_of(url, there, identity)
-            self._names.give(key, name, keep=identity is not None)
+        """Set the result for all that claimed the key: None for no such object, "" for one without a tag."""
+        if isinstance(identity, BaseException) or not identity:
+            self._names.give(key, identity, keep=identity is None)
+            return
+        url, there, _ = self._known.find(key)
+        if (size := size_in(identity)) is not None:
+            self.sizes[key] = size
+        self._names.give(key, name_of(url, there, identity))
+
+    def look_for(self, key: str) -> None:
+        """Ask for a byte of what the store says is not there: some say so to every question for tags."""
+        self._client.submit([_LookFor(self, key)])
 
     def warn_untagged(self, key: str) -> None:
         """Say, once of each store, that nothing is kept."""
@@ -304,9 +313,28 @@ class _Identify(Get):
         self._names = names
 
     def done(self, data: Octets | None) -> None:
-        if data is not None and not len(data):
+        if data is None:
+            self._names.look_for(self.key)
+            return
+        if not len(data):
             self._names.warn_untagged(self.key)
-        self._names.give(self.key, data.tobytes().decode() if data is not None and len(data) else None)
+        self._names.give(self.key, data.tobytes().decode())
 
     def fail(self, error: BaseException) -> None:
         self._names.give(self.key, error)
+
+
+class _LookFor(_Identify):
+    """Get of the first byte of an object that may not be there."""
+
+    __slots__ = ()
+
+    def __init__(self, names: ObjectNames, key: str) -> None:
+        Get.__init__(self, key, 0, 1)
+        self._names = names
+
+    def done(self, data: Octets | None) -> None:
+        self._names.give(self.key, None if data is None else "")
+
+    def fail(self, error: BaseException) -> None:  # noqa: ARG002 - the request for the object itself will say so
+        self._names.give(self.key, "")

@@ -10,16 +10,14 @@ ShardIndexes keeps the indexes of shards within a fixed memory, counted as the p
 
 from __future__ import annotations
 
-import sys
 import threading
-from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from functools import cached_property
 from math import prod
 from operator import floordiv, mod
-from typing import Any, Generic, Literal, TypeVar
+from typing import Any, Generic, Literal
 
 import google_crc32c
 import numpy as np
@@ -38,7 +36,7 @@ from zarr.core.metadata.v3 import ArrayV3Metadata
 from zarr.core.sync import sync
 
 from kit.data.places import Matched
-from kit.data.stores.transfer import Octets, octets
+from kit.data.stores.transfer import LARGEST_BYTES, BoundedCache, Found, Octets, octets
 from kit.data.variables import ArrayInfo
 from kit.errors import CorruptChunkError
 
@@ -53,7 +51,6 @@ _of_thread = threading.local()
 Index = NDArray[np.uint64]
 """A shard's index `(*inner chunk, 2)`: first byte and number of bytes of each inner chunk."""
 Step = Callable[[Octets], Octets]
-Found = TypeVar("Found")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -189,7 +186,7 @@ class StoredArray:
         if not hasattr(_of_thread, "zstd"):
             _of_thread.zstd = zstandard.ZstdDecompressor()
         together: Any = _of_thread.zstd.multi_decompress_to_buffer(frames, decompressed_sizes=sizes)
-        return [self._elements(octets(one)) for one in together]
+        return [self._elements(one) for one in together]
 
     @cached_property
     def chunk_bytes(self) -> int:
@@ -204,8 +201,8 @@ class StoredArray:
     def _one_along(self) -> tuple[int, ...]:
         return tuple(axis for axis in range(len(self.chunk)) if axis not in self.axes)
 
-    def _elements(self, plain: Octets) -> NDArray[Any]:
-        return self._repeated(plain.view(self.dtype).reshape(self.spec.shape, order=self.order))
+    def _elements(self, plain: Any) -> NDArray[Any]:
+        return self._repeated(np.ndarray(self.spec.shape, self.dtype, plain, order=self.order))
 
     def _repeated(self, decoded: NDArray[Any]) -> NDArray[Any]:
         """In the shape of `chunk`, of which a view repeats what is stored once."""
@@ -302,11 +299,6 @@ def _check_crc32c(data: Octets) -> Octets:
     return body
 
 
-LARGEST_BYTES = 64 << 20
-_ENTRY_BYTES = 192
-"""What keeping anything under a key takes, beside the key and the thing."""
-
-
 class ResolvedFuture(Generic[Found]):
     """What is known already, in the words of a future, and a tenth of its memory."""
 
@@ -325,25 +317,31 @@ class ResolvedFuture(Generic[Found]):
 class FetchOnceCache(Generic[Found]):
     """What was found under each key, None for nothing there, within a fixed memory; call from any thread.
 
-    Each is fetched once, whoever needs it, and the least recently used go. A failure is forgotten, so that the next
-    request tries again. Futures are for what is on its way only: one takes five times the memory of a small index, and
-    a store may have a million.
+    Each is fetched once, whoever needs it. A failure is forgotten, so that the next request tries again. Futures are
+    for what is on its way only: one takes five times the memory of a small index, and a store may have a million.
+
+    Args:
+        largest_bytes: Of all that is kept.
+        kept: Where others look and keep too.
     """
 
-    def __init__(self, largest_bytes: int = LARGEST_BYTES) -> None:
-        self._largest_bytes = largest_bytes
+    def __init__(self, largest_bytes: int = LARGEST_BYTES, kept: BoundedCache[Found] | None = None) -> None:
+        self._kept = BoundedCache[Found]() if kept is None else kept
+        self._kept.hold_at_most(largest_bytes)
         self._lock = threading.Lock()
         self._coming: dict[str, Future[Found | None]] = {}
-        self._found: OrderedDict[str, Found | None] = OrderedDict()
-        self.nbytes = 0
-        """Memory of all of them, with their keys and what keeping them takes."""
+
+    @property
+    def nbytes(self) -> int:
+        """Memory of all that is kept."""
+        return self._kept.nbytes
 
     def claim(self, key: str) -> tuple[Future[Found | None] | ResolvedFuture[Found | None], bool]:
         """What is or will be there, and whether the caller has to fetch it and `give` it."""
         with self._lock:
-            if key in self._found:
-                self._found.move_to_end(key)
-                return ResolvedFuture(self._found[key]), False
+            found, is_kept = self._kept.find(key)
+            if is_kept:
+                return ResolvedFuture(found), False
             if key in self._coming:
                 return self._coming[key], False
             future = self._coming[key] = Future()
@@ -354,10 +352,7 @@ class FetchOnceCache(Generic[Found]):
         with self._lock:
             future = self._coming.pop(key)
             if keep and not isinstance(fetched, BaseException):
-                self._found[key] = fetched
-                self.nbytes += _kept_bytes(key, fetched)
-                while self.nbytes > self._largest_bytes and len(self._found) > 1:
-                    self.nbytes -= _kept_bytes(*self._found.popitem(last=False))
+                self._kept.keep(key, fetched)
         if isinstance(fetched, BaseException):
             future.set_exception(fetched)
         else:
@@ -372,10 +367,6 @@ class FetchOnceCache(Generic[Found]):
             except BaseException as error:
                 self.give(key, error)
         return future.result()
-
-
-def _kept_bytes(key: str, found: Any) -> int:
-    return sys.getsizeof(key) + (0 if found is None else sys.getsizeof(found)) + _ENTRY_BYTES
 
 
 class ShardIndexes(FetchOnceCache[Index]):

@@ -41,7 +41,7 @@ from kit.chunks.cost import ArrayRequests
 from kit.chunks.requests import Coalescing, Place, c_numbers, morton_numbers, runs
 from kit.chunks.resources import HOLES_SHARE, READY_TOO
 from kit.data.dataset import Dataset, XarrayStore
-from kit.data.sampling import SamplePlan
+from kit.data.samples import SamplePlan
 from kit.data.stores.disk_cache import WHOLE, Entries
 from kit.data.stores.transfer import Counters
 from kit.data.stores.url import run_sync, sizes_of_objects
@@ -195,7 +195,7 @@ def _look_at(dataset: Dataset, unlisted: Mapping[_Objects, Sequence[Place]]) -> 
     if any(isinstance(one, XarrayStore) for one, _ in leaves(store, dataset.url)):
         return  # whose chunks are cut from what xarray has read
     client = open_client(store, dataset.url, _LOOK_SECONDS, Counters(), _AT_ONCE)
-    names = ObjectNames(client, dataset, FetchOnceCache(), partial(is_remote, store))
+    names = ObjectNames(client, dataset, FetchOnceCache(kept=dataset.names), partial(is_remote, store))
     try:
         with ThreadPoolExecutor(_AT_ONCE, "kit-look") as threads:
             for objects, places in unlisted.items():
@@ -206,8 +206,10 @@ def _look_at(dataset: Dataset, unlisted: Mapping[_Objects, Sequence[Place]]) -> 
                     found = threads.map(lambda key: names.claim(key).result(), keys)
                     objects.names = dict(zip(some, found, strict=True))
                 if stored.per_shard is None:
-                    sizes = sizes_of_objects(store, keys, dataset.url).values()
-                    objects.typical_bytes = statistics.fmean(sizes) if sizes else None
+                    sizes = {key: names.sizes[key] for key in keys if key in names.sizes}
+                    absent = {key for key, at in zip(keys, some, strict=True) if objects.names.get(at, "") is None}
+                    sizes |= sizes_of_objects(store, {*keys} - {*sizes} - absent, dataset.url)
+                    objects.typical_bytes = statistics.fmean(sizes.values()) if sizes else None
                 else:
                     read = partial(read_index, client, stored, url=dataset.url)
                     objects.learn(dict(zip(some, threads.map(read, keys), strict=True)))
@@ -350,7 +352,7 @@ class _Objects:
         else:
             outer = self._looked_at_beside(outer)
             name = self.names[outer]
-        if name is None or self._entries is None:
+        if not name or self._entries is None:
             return
         if not self.per_shard:
             if self._entries.holds(name, WHOLE):

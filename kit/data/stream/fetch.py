@@ -3,8 +3,8 @@
 An object store at a known address is read by libcurl (`HttpClient`); a local folder by threads that each wait for a
 response (`ThreadClient`); any other store on its event loop (`AsyncClient`). Of stores that are joined, all those of a
 kind have one client, and so one queue; that over HTTP has a queue and a limit for each host. All give bytes, or None
-where there is no such object, or a StoreError without secrets; all retry by one policy (`kit.data.stores.retry`), count
-every request, and give up one that has no response in time.
+where there is no such object, or a StoreError without secrets; all retry by one policy (`kit.data.stores.transfer`),
+count every request, and give up one that has no response in time.
 
 A shard's index is fetched once, whoever needs it, and before the chunks that wait already; then each run of neighbours
 is one request. A request whose chunks nobody wants any more is dropped when its turn comes; one that finds no memory
@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import re
 import threading
 import time
 from collections import defaultdict, deque
@@ -37,8 +38,7 @@ from kit.data.stores.fsspec import RemoteStore
 from kit.data.stores.http import Client, Get, HttpClient
 from kit.data.stores.local import Folder
 from kit.data.stores.metadata import DescribedStore, UnreachableStore
-from kit.data.stores.retry import Retries
-from kit.data.stores.transfer import Counters, Octets, octets
+from kit.data.stores.transfer import Counters, Octets, Retries, octets
 from kit.data.stores.url import redact, store_error
 from kit.data.stream.chunk_cache import Chunk, ChunkRequest
 from kit.data.stream.codec import Index, ResolvedFuture, ShardIndexes, StoredArray
@@ -341,6 +341,12 @@ def identity_of(info: Mapping[str, Any]) -> str | None:
     return repr([(name, str(given[name])) for name in (*sure, *_MORE) if name in given]) if sure else None
 
 
+def size_in(identity: str) -> int | None:
+    """The size of an object, where its identity tells it."""
+    found = re.search(r"\('size', '(\d+)'\)|'(\d+)'\]$", identity)
+    return None if found is None else int(found[1] or found[2])
+
+
 class Requests:
     """The requests of one reader to its client."""
 
@@ -353,19 +359,20 @@ class Requests:
         Raises:
             StoreError: when the client is closed.
         """
-        whole: list[Get] = []
+        gets: list[Get] = []
         for request in requests:
             if request.stored.per_shard is None:
-                whole.append(GetChunks(self._queue, request, None))
+                gets.append(GetChunks(self._queue, request, None))
                 continue
             future, mine = self._queue.indexes.claim(request.key)
             if mine:
                 self._client.submit([GetIndex(self._queue.indexes, request, self._url)], urgent=True)
             if isinstance(future, ResolvedFuture):
-                self._submit_runs(request, future)
+                gets += self._runs(request, future)
             else:
                 future.add_done_callback(partial(self._submit_late, request))
-        self._client.submit(whole)
+        if gets:
+            self._client.submit(gets)
 
     def cancel_unwanted(self) -> None:
         """Cancel requests whose chunks nobody wants any more, where the client can."""
@@ -377,15 +384,20 @@ class Requests:
 
     def _submit_late(self, request: ChunkRequest, index: Future[Index | None]) -> None:
         """The index has come, and some chunks may not be wanted any more."""
-        self._submit_runs(request.part(self._queue.cache.still_wanted(request.chunks)), index)
+        wanted = request.part(self._queue.cache.still_wanted(request.chunks))
+        try:
+            self._client.submit(self._runs(wanted, index))
+        except StoreError as error:
+            wanted.fail(error)
 
-    def _submit_runs(self, request: ChunkRequest, index: Future[Index | None] | ResolvedFuture[Index | None]) -> None:
+    def _runs(self, request: ChunkRequest, index: Future[Index | None] | ResolvedFuture[Index | None]) -> list[Get]:
+        """A request for each run of neighbours; none, where the index could not be read."""
         try:
             runs = self._queue.runs(self._queue.places(request, index.result()))
-            parts = [request.part(chunk for _, _, chunk in run.items) for run in runs]
-            self._client.submit(map(partial(GetChunks, self._queue), parts, runs))
+            return [GetChunks(self._queue, request.part(chunk for _, _, chunk in run.items), run) for run in runs]
         except BaseException as error:
             request.fail(error)
+            return []
 
 
 class GetChunks(Get):
@@ -407,9 +419,12 @@ class GetChunks(Get):
 
     def begin(self) -> bool | None:
         if self._reservation is None:  # else this is a retry
-            chunks = self._request.chunks
-            if not (any(chunk.wanted for chunk in chunks) or self._queue.cache.still_wanted(chunks)):
-                return False
+            for chunk in self._request.chunks:
+                if chunk.wanted:
+                    break
+            else:
+                if not self._queue.cache.still_wanted(self._request.chunks):
+                    return False
             self._reservation = self._queue.budget.try_take(self._queue.response_bytes(self._request, self._run))
         return True if self._reservation is not None else None
 

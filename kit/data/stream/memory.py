@@ -49,11 +49,14 @@ class MemoryBudget:
     def try_take(self, size_bytes: int) -> Reservation | None:
         """Reserve so many bytes now; None where they exceed the limit."""
         with self._lock:
-            self.largest_bytes = max(self.largest_bytes, size_bytes)
-            if self.taken_bytes and not self._closed and self.taken_bytes + size_bytes > self._limit():
+            if size_bytes > self.largest_bytes:
+                self.largest_bytes = size_bytes
+            taken_bytes = self.taken_bytes + size_bytes
+            if taken_bytes > size_bytes and not self._closed and taken_bytes > self._limit():
                 return None
-            self.taken_bytes += size_bytes
-            self.most_bytes = max(self.most_bytes, self.taken_bytes)
+            self.taken_bytes = taken_bytes
+            if taken_bytes > self.most_bytes:
+                self.most_bytes = taken_bytes
             return Reservation(self, size_bytes)
 
     def give(self, size_bytes: int) -> None:

@@ -29,10 +29,10 @@ from numpy.typing import NDArray
 
 from kit.chunks.requests import Coalescing, Run, runs
 from kit.chunks.resources import HOLES_SHARE, READY_TOO, TRANSIENT_SHARE
-from kit.data.stores.transfer import Counters, Octets
+from kit.data.stores.transfer import LARGEST_BYTES, Counters, Octets
 from kit.data.stores.url import redact
 from kit.data.stream.chunk_cache import BatchPart, Chunk, ChunkCache, ChunkRequest, ChunkResponse
-from kit.data.stream.codec import LARGEST_BYTES, FetchOnceCache, Index, ShardIndexes, damage
+from kit.data.stream.codec import FetchOnceCache, Index, ShardIndexes, damage
 from kit.data.stream.memory import MemoryBudget, ReaderPlan, Reservation, largest_chunk_bytes
 from kit.data.stream.pool import JobGroup, ThreadPool
 from kit.errors import MissingChunkError
@@ -70,8 +70,8 @@ class ReceiveQueue:
         self._decode_at_once = decode_at_once
         self._where = redact(plan.url)
         self.cache = ChunkCache(plan.cache_bytes, self._spare_bytes)
-        self.indexes = ShardIndexes(min(LARGEST_BYTES, plan.memory_bytes // _INDEX_SHARE))
-        self.names = FetchOnceCache[str](min(LARGEST_BYTES, plan.memory_bytes // _INDEX_SHARE))
+        most_bytes = min(LARGEST_BYTES, plan.memory_bytes // _INDEX_SHARE)
+        self.indexes, self.names = ShardIndexes(most_bytes), FetchOnceCache(most_bytes, plan.dataset.names)
         """Of objects that a read cache keeps, where no manifest names them."""
         self.budget = MemoryBudget(lambda: min(self._left_bytes(), self._enough_bytes()))
         self._read_ahead = ReadAheadBuffer()
@@ -190,18 +190,17 @@ class ReceiveQueue:
         if run is None:
             self._stored_bytes[stored.name] = max(self._stored_bytes.get(stored.name, 0), len(data))
             reservation.correct(len(data))
-            spans = [(0, len(data), request.chunks[0])]
+            run = Run(0, len(data), [(0, len(data), request.chunks[0])])
         else:
             reservation.share(len(run.items))
-            spans = [(first - run.first, last - run.first, chunk) for first, last, chunk in run.items]
-        for _, _, chunk in spans:
+        begins, several, responses = run.first, len(run.items) > 1, list[ChunkResponse]()
+        for first, last, chunk in run.items:
             chunk.arrived = True
-        several = len(spans) > 1
-        responses = [
-            ChunkResponse(self.cache, stored, chunk, data[first:last], last - first, several, reservation)
-            for first, last, chunk in spans
-        ]
-        self._decode_soon([one for one in responses if not self._read_ahead.keep(one)], at_once)
+            part = data[first - begins : last - begins] if several else data
+            response = ChunkResponse(self.cache, stored, chunk, part, last - first, several, reservation)
+            if not self._read_ahead.keep(response):
+                responses.append(response)
+        self._decode_soon(responses, at_once)
 
     def scatter_soon(self, part: BatchPart, decoded: Mapping[tuple[int, ...], NDArray[Any]]) -> None:
         """Copy chunks that are decoded already, by their coordinates, in decoding threads."""
@@ -249,8 +248,10 @@ class ReceiveQueue:
                 size_bytes += response.stored.chunk_bytes
         for some in taken.values():
             found: Sequence[NDArray[Any]] = ()
-            together = not any(len(one.data) != one.size_bytes or self.cache.would_keep(one.chunk) for one in some)
-            if together and len(some) > 1:
+            together = len(some) > 1
+            for one in some:
+                together = together and len(one.data) == one.size_bytes and not self.cache.would_keep(one.chunk)
+            if together:
                 with contextlib.suppress(Exception):  # decoded by itself, each says what is wrong with it
                     found = some[0].stored.decode_together([one.data for one in some])
             self._decode(some, found)

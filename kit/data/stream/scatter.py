@@ -170,7 +170,7 @@ class Packing:
         if standardize:
             if info.mean is None or info.deviation is None:
                 message = (
-                    f"{info.name} has no known mean and deviation, since kit did not build its store; "
+                    f"{info.name} has no known mean and deviation, which only a store that kit built tells of itself; "
                     "kit.data.statistics(config) reads them once, or set it to false"
                 )
                 raise ConfigError([Problem("data.standardize", message)])

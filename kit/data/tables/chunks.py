@@ -63,7 +63,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from kit.data.elastic import Segment, Steps, segments_after
+from kit.data.epochs import Segment, Steps, segments_after
 from kit.data.tables.source import Query, checked, expected_schema, import_extra, plan_partitions, refuse_difference
 from kit.errors import ConfigError, PartitionError, Problem, QueryError
 from kit.machine.processes import give_memory_back
