@@ -135,7 +135,9 @@ def test_a_row_of_a_compressed_archive_is_told_with_all_that_is_read_for_it(conf
     host = trial.event("host_watched")
     assert host["reads"]["npz"]["covered_bytes"] == pytest.approx(50_000 * 8 * 4, rel=0.01)
     assert host["sample_bytes"] == 36
-    assert "one row of a large chunk" in kit.studies.diagnose(trial, peaks=False).names
+    finding = kit.studies.diagnose(trial, peaks=False)["one row of a large chunk"]
+    assert finding.value == pytest.approx(50_000 * 8 * 4 / 36, rel=0.01)
+    assert "npz" in finding.sentence
 
 
 def test_python_that_keeps_the_interpreter_is_charged_for_its_own_time():
