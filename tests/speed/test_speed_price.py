@@ -11,7 +11,7 @@ from kit.memory.replay.cards import CARDS, find_card, target_of
 from kit.memory.replay.replay import PHASES
 from kit.speed.card_costs import CardCosts, card_of
 from kit.speed.cost_table import CostTable
-from kit.speed.links import Link, Traffic
+from kit.speed.links import STATED_REACHED, Link, Traffic
 from kit.speed.operators import StepOperators
 from kit.speed.pricing import Cost, price
 from kit.speed.work import work_of
@@ -79,6 +79,38 @@ def test_what_the_backward_pass_does_not_hide_is_waited_for():
     assert several.exchange_seconds == pytest.approx(several.seconds - alone.seconds)
     assert several.bound == "communication"
     assert several.high_seconds - several.seconds > alone.high_seconds - alone.seconds
+
+
+@pytest.mark.parametrize(
+    ("device", "host", "exchange", "bound"),
+    [
+        (0.9, 1.0, 0.0, "host"),  # busy for most of a step, which ends when the host has made its last call
+        (1.1, 1.0, 0.0, "compute"),  # behind the host from the first call on
+        (0.1, 0.01, 2.0, "communication"),
+        (1.0, 0.6, 0.0, "compute"),
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("asynchronous", [True, False])
+def test_a_step_is_bound_by_what_takes_its_time(device, host, exchange, bound, asynchronous):
+    link = Link(name="a link", bytes_per_second=1 / STATED_REACHED["usual"], latency_seconds=0.0)
+    traffic = Traffic(parameter_bytes=exchange, gradient_bytes=exchange, strategy="ddp")
+    costs = Known(dict.fromkeys(CALLS, device), host, asynchronous)
+    found = price(step(*CALLS), costs, traffic=traffic, devices=2, within=link)
+    assert found.bound == bound
+
+
+def test_a_call_that_takes_longest_to_be_started_is_bound_by_the_host():
+    small, large, copy = product(8), product(4096, 4096, 4096), clone(1 << 26)
+    add = OperatorCall("aten::add.Tensor", (TensorSpec((8,), "float32"),) * 2, (), (TensorSpec((8,), "float32"),))
+    table = CostTable("here", {add: 2e-6, product(1024): 1e-5, clone(1 << 24): 2e-3})
+    for costs in (CardCosts(find_card("A100-40GB")), table):
+        bounds = [costs.cost(call, work_of(call)).bound for call in (small, large, copy)]
+        assert bounds == ["host", "compute", "memory bandwidth"]
+
+
+def clone(elements):
+    spec = TensorSpec((elements,), "float32")
+    return OperatorCall("aten::clone", (spec,), (), (spec,))
 
 
 @pytest.mark.parametrize(
