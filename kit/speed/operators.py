@@ -1,7 +1,8 @@
 """StepOperators: the operators of one optimizer step, in order: how often each runs, where, and what it is called with.
 
-The step is the second that was recorded: the first also makes the optimizer's state. Of accumulated micro-batches two
-are recorded: the first of a step writes gradients, and all that follow add to them and are alike. Validation, and what
+The step is the second that was recorded: the first also makes the optimizer's state. What ddp does in the second step
+alone, the new layout of its buckets, is left out. Of accumulated micro-batches two are recorded: the first of a step
+writes gradients, and all that follow add to them and are alike, but for the last one's exchange. Validation, and what
 ran before the first batch, is no part of a step.
 """
 
@@ -19,6 +20,8 @@ from kit.errors import PlanError
 from kit.memory.replay.calls import OperatorCall
 from kit.memory.replay.replay import EVALUATIONS, PHASES, Recording
 from kit.speed.work import KINDS, Work, work_of
+
+_BACKWARD = PHASES.index("backward")
 
 
 @dataclass(frozen=True)
@@ -94,10 +97,11 @@ def step_of(recording: Recording) -> StepOperators:
     chosen = np.arange(begin, count)
     outside = [PHASES.index(name) for name in ("setup", *EVALUATIONS)]
     chosen = chosen[~np.isin(recording.operator_phase[chosen], outside) & (recording.operator_call[chosen] >= 0)]
+    chosen = chosen[~_lays_buckets(recording, chosen)]
     repeats = np.ones(len(chosen), dtype=np.int32)
     if accumulate > recorded > 1:
         alike = (chosen >= starts[-1]) & (recording.operator_phase[chosen] != PHASES.index("optimizer"))
-        repeats[alike] = accumulate - recorded + 1
+        repeats[alike & ~_fills_buckets(recording, chosen)] = accumulate - recorded + 1
     used, call = np.unique(recording.operator_call[chosen], return_inverse=True)
     phase, module = recording.operator_phase[chosen], recording.operator_module[chosen]
     return StepOperators(
@@ -107,6 +111,32 @@ def step_of(recording: Recording) -> StepOperators:
         accumulate=max(accumulate, 1), facts=recording.facts, place=chosen,
         recomputes=recording.operator_recomputes[chosen[: len(recording.operator_recomputes)]],
     )  # fmt: skip
+
+
+def _lays_buckets(recording: Recording, chosen: NDArray[np.int64]) -> NDArray[np.bool_]:
+    """(chosen,) whether ddp lays its buckets anew with it, which it does in the second step alone."""
+    if recording.facts.get("strategy") != "ddp":
+        return np.zeros(len(chosen), dtype=np.bool_)
+    names = [place for place, name in enumerate(recording.names) if name in ("empty.memory_format", "as_strided")]
+    before = np.logical_and.accumulate(recording.operator_module[chosen] == 0)
+    laid: NDArray[np.bool_] = before & np.isin(recording.operator_name[chosen], names)
+    return laid
+
+
+def _fills_buckets(recording: Recording, chosen: NDArray[np.int64]) -> NDArray[np.bool_]:
+    """(chosen,) whether ddp copies gradients with it, which it does in the last micro-batch alone: a backward pass of
+    another has fewer of the same calls."""
+    found = np.zeros(len(chosen), dtype=np.bool_)
+    if recording.facts.get("strategy") != "ddp":
+        return found
+    names = [place for place, name in enumerate(recording.names) if name in ("copy_", "as_strided")]
+    copies = (recording.operator_phase[chosen] == _BACKWARD) & np.isin(recording.operator_name[chosen], names)
+    calls, in_last = recording.operator_call[chosen], chosen >= recording.batch_starts[-1]
+    for number in np.unique(calls[copies]).tolist():
+        mine = copies & (calls == number)
+        more = 2 * np.count_nonzero(mine & in_last) - np.count_nonzero(mine)
+        found[np.flatnonzero(mine & in_last)[-more:] if more > 0 else []] = True
+    return found
 
 
 def _lines(recording: Recording, chosen: NDArray[np.int64]) -> NDArray[np.int32]:

@@ -225,6 +225,11 @@ def _sources(time: StepTime, costs: Costs, devices: int, within: Link) -> list[s
         found.append(
             f"{devices} devices wait {format_seconds(time.exchange_seconds)} a step for gradients, by {within.name}"
         )
+    if (shards := _traffic(time.step).shards(devices)) > 1:
+        spent = format_seconds(time.by_phase.get("optimizer", 0.0))
+        found.append(
+            f"each device optimizes 1/{shards} of the parameters, in {spent} a step: it may be faster than one alone"
+        )
     if time.loader_seconds is None:
         found.append("how fast the loader is, is not known before a trial: batches are taken as ready")
     return found

@@ -5,9 +5,10 @@ and the device works it off, so a step takes as long as the slower of them at ev
 
     done[i] = max(done[i - 1], called[i]) + device_seconds[i]          called[i] = sum of host_seconds[0 .. i]
 
-A CPU has one clock: what the host spends is added. Gradients travel beside the backward pass (`kit.speed.links`), and
-what it does not hide is added; on a CPU the cores that compute it also add up gradients, so it hides nothing. A loader
-that is slower than all this decides instead.
+A CPU has one clock: what the host spends is added. Gradients travel beside the backward pass (`kit.speed.links`). What
+it does not hide is added, and what it hides takes memory and cores from it for as long as those bytes take to be read
+and written. On a CPU it hides nothing, as the cores that compute it also add up gradients. A loader that is slower than
+all this decides instead.
 
 What binds a step is what most of it goes to. On a GPU that counts the host up to the last point at which the device
 waits for it, and the device from there on: what it does before is done beside the host, and takes no time of its own.
@@ -25,11 +26,11 @@ from typing import Literal, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from kit.memory.replay.calls import OperatorCall
+from kit.memory.replay.calls import OperatorCall, TensorSpec
 from kit.memory.replay.replay import PHASES
 from kit.speed.links import Link, Reached, Traffic, waited_for
 from kit.speed.operators import StepOperators
-from kit.speed.work import KINDS, Work
+from kit.speed.work import KINDS, Work, work_of
 
 CallBound = Literal["compute", "memory bandwidth", "host"]
 Bound = CallBound | Literal["communication", "loader"]
@@ -195,7 +196,9 @@ def price(
         last = backward / step.accumulate  # gradients travel in the last micro-batch
         hidden = [last if costs.asynchronous else 0.0, last]  # on a CPU the same cores add them up
         exchange, least = (waited_for(rings[place], hidden[place], traffic.pieces) for place in (0, 1))
-        most = rings[2]
+        moved = _moved_seconds(costs, traffic.memory_bytes(devices)) if costs.asynchronous else 0.0
+        most = rings[2] + moved
+        exchange += moved * (1 - exchange / max(rings[0], exchange, 1e-12))
     doubts = np.log(np.array([cost.doubt for cost in each]))[step.call]
     whole = float(seconds.sum()) or 1e-12
     alike = float((seconds * doubts).sum() / whole)
@@ -219,6 +222,13 @@ def price(
             bound="loader",
         )  # fmt: skip
     return found
+
+
+def _moved_seconds(costs: Costs, nbytes: float) -> float:
+    """To read and write so many bytes of the device's memory, as a copy does."""
+    half = TensorSpec((int(nbytes / 2),), "uint8")
+    copy = OperatorCall("aten::clone", (half,), (), (half,))
+    return costs.cost(copy, work_of(copy)).seconds
 
 
 def _checkpointing(step: StepOperators, costs: Costs) -> NDArray[np.float64]:

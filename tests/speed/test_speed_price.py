@@ -11,7 +11,7 @@ from kit.memory.replay.cards import CARDS, find_card, target_of
 from kit.memory.replay.replay import PHASES
 from kit.speed.card_costs import CardCosts, card_of
 from kit.speed.cost_table import CostTable
-from kit.speed.links import STATED_REACHED, Link, Traffic
+from kit.speed.links import STATED_REACHED, Link, Traffic, find_link, waited_for
 from kit.speed.operators import StepOperators
 from kit.speed.pricing import Cost, price
 from kit.speed.work import work_of
@@ -41,7 +41,7 @@ class Known:
         self.seconds, self.host, self.asynchronous = seconds, host, asynchronous
 
     def cost(self, call, work):
-        return Cost(self.seconds[call], 1.1, "measured", "compute")
+        return Cost(self.seconds.get(call, 0.0), 1.1, "measured", "compute")
 
     def host_seconds(self, phase):
         return self.host
@@ -111,6 +111,17 @@ def test_a_call_that_takes_longest_to_be_started_is_bound_by_the_host():
 def clone(elements):
     spec = TensorSpec((elements,), "float32")
     return OperatorCall("aten::clone", (spec,), (), (spec,))
+
+
+def test_an_exchange_that_is_hidden_takes_memory_from_what_hides_it():
+    costs, link = CardCosts(find_card("A100-40GB")), find_link("NVLink-3")
+    traffic = Traffic(parameter_bytes=2e8, gradient_bytes=2e8, strategy="ddp")
+    found = price(step(*[clone(1 << 28)] * 20, phase="backward"), costs, traffic=traffic, devices=8, within=link)
+    ring = traffic.seconds(8, link, None, 8)
+    waited = waited_for(ring, found.busy_seconds, traffic.pieces)
+    moved = traffic.memory_bytes(8) / (0.75 * costs.card.bytes_per_second)
+    assert found.exchange_seconds == pytest.approx(waited + moved * (1 - waited / ring), rel=0.01)
+    assert found.low_seconds <= found.seconds <= found.high_seconds
 
 
 @pytest.mark.parametrize(
