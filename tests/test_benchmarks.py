@@ -10,7 +10,7 @@ SCRIPTS = sorted(Path(__file__).parents[1].glob("benchmarks/**/*.py"))
 
 
 def names_of_kit(script: Path) -> list[tuple[str, str]]:
-    """The module and the name of each `from kit… import …`; by its text, since Python 3.11 parses in one thread only."""
+    """The module and the name of each `from kit… import …`, by its text: Python 3.11 parses in one thread only."""
     found = re.findall(r"^ *from (kit(?:\.\w+)*) import (\([^)]*\)|.*)$", script.read_text(), re.MULTILINE)
     names = [(module, re.sub(r"#.*|[()]", "", text).split(",")) for module, text in found]
     return [(module, name.split()[0]) for module, listed in names for name in listed if name.strip()]

@@ -19,12 +19,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Literal
 
 from kit.errors import PlanError
 from kit.memory.replay.calls import OperatorCall
 from kit.memory.replay.cards import CARDS, Card, DeviceTarget
-from kit.speed.pricing import Cost
+from kit.speed.pricing import Cost, slowest
 from kit.speed.work import Kind, Work
 
 
@@ -110,9 +109,8 @@ class CardCosts:
         of_peak = reached.of_peak * (HOPPER if self.card.capability >= (9, 0) else 1.0)
         compute = self.peak_seconds(call, work) * _padding(call, work.kind) / of_peak
         memory = self._seconds_of_bytes(work.bytes, reached)
-        bound: Literal["compute", "memory bandwidth"] = "compute" if compute > memory else "memory bandwidth"
         seconds = max(compute, memory) + self._layout_seconds(call, work.kind) + KERNEL_SECONDS
-        return Cost(seconds, reached.doubt, "datasheet", bound)
+        return Cost(seconds, reached.doubt, "datasheet", slowest(compute, memory, KERNEL_SECONDS))
 
     def peak_seconds(self, call: OperatorCall, work: Work) -> float:
         """Of its products at the stated peak of the units that they use."""

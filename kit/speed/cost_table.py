@@ -17,11 +17,11 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any, Literal
+from typing import Any
 
 from kit.memory.replay.calls import OperatorCall, TensorSpec
 from kit.speed.links import Link
-from kit.speed.pricing import Cost
+from kit.speed.pricing import Cost, slowest
 from kit.speed.work import Work, work_of
 
 _NEIGHBOURS = 3
@@ -79,13 +79,13 @@ class CostTable:
         """Of one call."""
         known, fresh = self.measured.get(call), self.byte_seconds * work.written_bytes
         compute, memory = self._roof_parts(work, _dtype(call))
-        bound: Literal["compute", "memory bandwidth"] = "compute" if compute > memory else "memory bandwidth"
+        bound = slowest(compute, memory + fresh, self._least)
         if known is not None:
             return Cost(known + fresh, MEASURED_DOUBT, "measured", bound)
         if work.kind == "communication":
             return Cost(0.0, 1.0, "measured", bound)
         if work.kind == "view":
-            return Cost(self._least_view, NEAR_DOUBT, "near", bound)
+            return Cost(self._least_view, NEAR_DOUBT, "near", "host")
         found = self._from_near(call, work)
         if found is not None:
             seconds, distance = found

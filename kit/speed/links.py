@@ -13,6 +13,9 @@ piece is sent when its part of the pass is done, pieces follow each other, and t
 
     waited for = max(seconds / pieces, seconds - backward × (1 - 1 / pieces))
 
+What arrives is written to a device's memory, and what is sent on is read from it: an all-gather writes the whole and
+reads it once, a reduce-scatter reads the rank's own part too. So a hidden exchange is not free.
+
 A link between ranks that are here is measured (`kit.speed.timing_job`), and collectives reach what was measured.
 
 Known error: a link never reaches the rate its maker states; a fraction of it is assumed, with a range. At hundreds of
@@ -81,6 +84,8 @@ _WITHIN = {
     "B200": "NVLink-5", "H100": "NVLink-4", "H200": "NVLink-4", "A100": "NVLink-3", "V100": "NVLink-2",
     "T4": "PCIe-3", "RTX-5090": "PCIe-5",
 }  # fmt: skip
+_GATHERED, _SCATTERED = 2, 3
+"""Accesses of a device's memory for a byte that another rank has: written and read to be sent on; and its own read."""
 
 
 def find_link(name: str | Link) -> Link:
@@ -140,6 +145,13 @@ class Traffic:
         if name != "fsdp":
             return 1
         return math.gcd(ranks, int(sizes[1])) if sizes else ranks
+
+    def memory_bytes(self, ranks: int) -> float:
+        """Of a device's own memory, read and written by the exchange of an optimizer step."""
+        size, replicas = self.shards(ranks), ranks // self.shards(ranks)
+        lacking, others = (size - 1) / size, (replicas - 1) / replicas
+        gathered = 2 * _GATHERED * self.parameter_bytes + _SCATTERED * self.gradient_bytes
+        return lacking * gathered + others * (_GATHERED + _SCATTERED) * self.gradient_bytes / size
 
     def seconds(self, ranks: int, within: Link, between: Link | None, node: int, reached: Reached = "usual") -> float:
         """Of an optimizer step, if nothing else went on.

@@ -2,7 +2,9 @@
 
 The operators of the recorded step are priced (`kit.speed.pricing`): for this machine by what they cost here, measured
 once and remembered (`kit.speed.measure`), for a card by its data sheet (`kit.speed.card_costs`). Devices exchange
-gradients by strategy and link. Kit's own loaders are priced by their store; of others nothing is known before a trial.
+gradients by strategy and link. One dry run of a single device serves any strategy and number of them, as the operators
+that sharing adds are known (`kit.speed.operators`); a step that asks how many there are is recorded for each. Kit's own
+loaders are priced by their store; of others nothing is known before a trial.
 
 Not modelled, and said so in `reasons`: compiled code and CUDA graphs (the eager step is priced), kernels of one's own
 (by bytes alone), experts chosen by data, loops that depend on data. Each widens the range.
@@ -23,7 +25,7 @@ from kit.config import Config
 from kit.errors import KitError
 from kit.json_text import write_json
 from kit.memory.query import MOST_RANKS, MemoryQuery, make_query
-from kit.memory.recordings import RecordingRequest, recordings_of
+from kit.memory.recordings import RecordingRequest, UnansweredError, cached_recording, recordings_of
 from kit.memory.replay.cards import CARDS, THIS_MACHINE, DeviceTarget, emulated, target_of
 from kit.memory.replay.estimate import MemoryEstimate
 from kit.memory.replay.replay import GUESSED_CONDITION, Recording
@@ -32,7 +34,7 @@ from kit.speed.card_costs import CardCosts, card_of
 from kit.speed.cost_table import CostTable
 from kit.speed.links import Link, Traffic, find_link, link_within
 from kit.speed.measure import table_here, table_known
-from kit.speed.operators import StepOperators, step_of
+from kit.speed.operators import StepOperators, shared_step, step_of, why_not_shared
 from kit.speed.pricing import Bound, Costs, StepTime, price
 from kit.tables import html_list, text_table
 from kit.trial.directory import RunPaths
@@ -97,10 +99,12 @@ def predict_speed(
         config = config.replace({"hardware.devices": devices})
     query, target = make_query(module, data, config, device, devices)
     batch_rule(query.data, query.config).warn()
-    (recording,) = recordings_of(RecordingRequest(query), timeout_seconds)
+    recording, strategy, why = _recorded(query, target, timeout_seconds)
+    reasons += why
     costs: Costs
     if target.name == THIS_MACHINE:
-        taken = table_here(query.config, step_of(recording), ranks=query.world_size, seconds=measure_seconds)
+        step = shared_step(recording, strategy, query.world_size) if strategy else step_of(recording)
+        taken = table_here(query.config, step, ranks=query.world_size, seconds=measure_seconds)
         costs = taken.table
         if not taken.quiet:
             reasons.append(
@@ -111,14 +115,39 @@ def predict_speed(
         costs = CardCosts(card_of(target))
     found = speed_of(
         recording, target, devices=query.world_size, costs=costs, link=link, between=between,
-        loader_seconds=loader_seconds(query),
+        loader_seconds=loader_seconds(query), strategy=strategy,
     )  # fmt: skip
     return replace(found, config=query.config, reasons=(*reasons, *found.reasons))
+
+
+def _recorded(
+    query: MemoryQuery, target: DeviceTarget, timeout_seconds: float | None
+) -> tuple[Recording, str, list[str]]:
+    """A recording, the strategy to add to it where it is of one device, and what is to be said of both."""
+    strategy = query.config.hardware.strategy
+    if strategy == "none":
+        return recordings_of(RecordingRequest(query), timeout_seconds)[0], "", []
+    if (known := cached_recording(query)) is not None:
+        return known, "", []
+    one = query.config.replace({"hardware.strategy": "none", "hardware.devices": 1})
+    try:
+        (alone,) = recordings_of(RecordingRequest(query.with_config(one, target, 1)), timeout_seconds)
+    except UnansweredError:
+        raise
+    except KitError:  # which the strategy may not raise, or will again
+        why = "it does not run on one device"
+    else:
+        why = why_not_shared(alone, strategy)
+        if not why:
+            return alone, strategy, [f"told from the step of one device, with what {strategy} adds to it"]
+    (own,) = recordings_of(RecordingRequest(query), timeout_seconds)
+    return own, "", [f"{strategy} was recorded by itself: {why}"]
 
 
 def speed_of(
     recording: Recording, target: DeviceTarget, *, devices: int = 1, costs: Costs | None = None,
     link: str | Link | None = None, between: str | Link | None = None, loader_seconds: float | None = None,
+    strategy: str = "",
 ) -> SpeedEstimate:  # fmt: skip
     """The estimate of a recording, in milliseconds and without a process.
 
@@ -130,11 +159,12 @@ def speed_of(
         link: What joins the devices; by default what is usual.
         between: What joins nodes of eight; by default 100 Gbit/s.
         loader_seconds: That the loader needs for a batch; None where that is not known.
+        strategy: Under which several devices share the step of one that was recorded; by default as it was recorded.
 
     Raises:
         PlanError: where the step was not recorded, and for a device of which no speed is known.
     """
-    step = step_of(recording)
+    step = shared_step(recording, strategy, devices) if strategy else step_of(recording)
     priced: Costs = CardCosts(card_of(target)) if costs is None else costs
     if isinstance(priced, CardCosts):
         priced = replace(priced, tf32=bool(recording.facts.get("tf32")))
@@ -227,6 +257,11 @@ def _sources(time: StepTime, costs: Costs, devices: int, within: Link) -> list[s
     if devices > 1:
         found.append(
             f"{devices} devices wait {format_seconds(time.exchange_seconds)} a step for gradients, by {within.name}"
+        )
+    if (shards := _traffic(time.step).shards(devices)) > 1:
+        spent = format_seconds(time.by_phase.get("optimizer", 0.0))
+        found.append(
+            f"each device optimizes 1/{shards} of the parameters, in {spent} a step: it may be faster than one alone"
         )
     if time.loader_seconds is None:
         found.append("how fast the loader is, is not known before a trial: batches are taken as ready")

@@ -5,9 +5,13 @@ and the device works it off, so a step takes as long as the slower of them at ev
 
     done[i] = max(done[i - 1], called[i]) + device_seconds[i]          called[i] = sum of host_seconds[0 .. i]
 
-A CPU has one clock: what the host spends is added. Gradients travel beside the backward pass (`kit.speed.links`), and
-what it does not hide is added; on a CPU the cores that compute it also add up gradients, so it hides nothing. A loader
-that is slower than all this decides instead.
+A CPU has one clock: what the host spends is added. Gradients travel beside the backward pass (`kit.speed.links`). What
+it does not hide is added, and what it hides takes memory and cores from it for as long as those bytes take to be read
+and written. On a CPU it hides nothing, as the cores that compute it also add up gradients. A loader that is slower than
+all this decides instead.
+
+What binds a step is what most of it goes to. On a GPU that counts the host up to the last point at which the device
+waits for it, and the device from there on: what it does before is done beside the host, and takes no time of its own.
 
 Low and high add up the doubt of each cost: half of it as if all erred alike, and half as if they erred apart.
 Invariant: low_seconds <= seconds <= high_seconds, and `operator_seconds` add up to `busy_seconds`.
@@ -22,13 +26,14 @@ from typing import Literal, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from kit.memory.replay.calls import OperatorCall
+from kit.memory.replay.calls import OperatorCall, TensorSpec
 from kit.memory.replay.replay import PHASES
 from kit.speed.links import Link, Reached, Traffic, waited_for
 from kit.speed.operators import StepOperators
-from kit.speed.work import KINDS, Work
+from kit.speed.work import KINDS, Work, work_of
 
-Bound = Literal["compute", "memory bandwidth", "host", "communication", "loader"]
+CallBound = Literal["compute", "memory bandwidth", "host"]
+Bound = CallBound | Literal["communication", "loader"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +45,14 @@ class Cost:
     """The factor by which it may be wrong either way, above 1: 1.2 is 20 %."""
     source: str
     """measured, near, scaled, or datasheet."""
-    bound: Literal["compute", "memory bandwidth", "host"]
+    bound: CallBound
+
+
+def slowest(compute: float, memory: float, start: float) -> CallBound:
+    """What takes most of a call's seconds; one that takes longest to be started is bound by the host that starts it."""
+    if start > max(compute, memory):
+        return "host"
+    return "compute" if compute > memory else "memory bandwidth"
 
 
 class Costs(Protocol):
@@ -169,11 +181,13 @@ def price(
     loop = costs.step_seconds * step.accumulate
     if costs.asynchronous:
         called = np.cumsum(host) + loop
-        before = np.concatenate([[0.0], np.cumsum(seconds)[:-1]])
-        done = float((np.maximum.accumulate(called - before) + before + seconds)[-1]) if len(seconds) else loop
-        done = max(done, float(called[-1]) if len(called) else loop)
+        ahead = called - np.concatenate([[0.0], np.cumsum(seconds)[:-1]])
+        # From this operator on the device never waits for the host again.
+        turn = int(ahead.argmax()) if len(seconds) else 0
+        waited, decides = (float(called[turn]) if len(called) else loop), np.arange(len(seconds)) >= turn
     else:
-        done = float(seconds.sum() + host.sum()) + loop
+        waited, decides = float(host.sum()) + loop, np.ones(len(seconds), dtype=np.bool_)
+    done = waited + float(seconds[decides].sum())
     backward = float(seconds[step.phase == PHASES.index("backward")].sum())
     exchange, least, most = 0.0, 0.0, 0.0
     if traffic is not None and devices > 1 and within is not None:
@@ -182,7 +196,9 @@ def price(
         last = backward / step.accumulate  # gradients travel in the last micro-batch
         hidden = [last if costs.asynchronous else 0.0, last]  # on a CPU the same cores add them up
         exchange, least = (waited_for(rings[place], hidden[place], traffic.pieces) for place in (0, 1))
-        most = rings[2]
+        moved = _moved_seconds(costs, traffic.memory_bytes(devices)) if costs.asynchronous else 0.0
+        most = rings[2] + moved
+        exchange += moved * (1 - exchange / max(rings[0], exchange, 1e-12))
     doubts = np.log(np.array([cost.doubt for cost in each]))[step.call]
     whole = float(seconds.sum()) or 1e-12
     alike = float((seconds * doubts).sum() / whole)
@@ -194,7 +210,7 @@ def price(
     sources: dict[str, float] = {}
     for number, spent in enumerate(np.bincount(step.call, weights=seconds, minlength=len(each)).tolist()):
         sources[each[number].source] = sources.get(each[number].source, 0.0) + spent
-    bound = _bound(each, step, seconds, done, exchange)
+    bound = _bound(each, step, np.where(decides, seconds, 0.0), waited, exchange)
     found = StepTime(
         seconds=total, low_seconds=low, high_seconds=high, work_seconds=done, operator_seconds=seconds,
         host_seconds=float(host.sum()) + loop, exchange_seconds=exchange, loader_seconds=loader_seconds,
@@ -206,6 +222,13 @@ def price(
             bound="loader",
         )  # fmt: skip
     return found
+
+
+def _moved_seconds(costs: Costs, nbytes: float) -> float:
+    """To read and write so many bytes of the device's memory, as a copy does."""
+    half = TensorSpec((int(nbytes / 2),), "uint8")
+    copy = OperatorCall("aten::clone", (half,), (), (half,))
+    return costs.cost(copy, work_of(copy)).seconds
 
 
 def _checkpointing(step: StepOperators, costs: Costs) -> NDArray[np.float64]:
@@ -220,10 +243,11 @@ def _checkpointing(step: StepOperators, costs: Costs) -> NDArray[np.float64]:
     return again
 
 
-def _bound(each: list[Cost], step: StepOperators, seconds: NDArray[np.float64], done: float, exchange: float) -> Bound:
-    if exchange > done:
-        return "communication"
-    parts: dict[Bound, float] = {"compute": 0.0, "memory bandwidth": 0.0, "host": max(0.0, done - float(seconds.sum()))}
+def _bound(
+    each: list[Cost], step: StepOperators, seconds: NDArray[np.float64], host: float, exchange: float
+) -> Bound:  # fmt: skip
+    """What most of a step goes to; the seconds are of operators that the device does not do beside the host."""
+    parts: dict[Bound, float] = {"compute": 0.0, "memory bandwidth": 0.0, "host": host, "communication": exchange}
     for number, spent in enumerate(np.bincount(step.call, weights=seconds, minlength=len(each)).tolist()):
         parts[each[number].bound] += spent
     return max(parts, key=lambda name: parts[name])

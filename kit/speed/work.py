@@ -47,6 +47,8 @@ def work_of(call: OperatorCall) -> Work:
     if name in _GATHERS:
         table = call.inputs[0].bytes if call.inputs else 0
         read += written - table
+    if name == "all_gather_copy_in":  # a rank's shards, to their place in what is gathered, which comes last
+        read = written = sum(spec.bytes for spec in call.inputs[:-1])
     kind = _kind(name)
     formula = next((formula for start, formula in _FLOPS if name.startswith(start)), None)
     try:

@@ -30,6 +30,7 @@ from lightning.fabric.utilities.optimizer import _optimizers_to_device
 from lightning.pytorch import Trainer
 from lightning.pytorch.strategies import ModelParallelStrategy, ParallelStrategy
 from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard, register_fsdp_forward_method
@@ -250,6 +251,29 @@ def _units(module: nn.Module, names: Sequence[str] | None) -> list[nn.Module]:
     covered = {parameter for unit in inner for parameter in unit.parameters()}
     loose = any(parameter not in covered for parameter in module.parameters())
     return [*inner, module] if loose or not _is_manual(module) or _declared_methods(module) else inner
+
+
+def unit_sizes(module: nn.Module) -> list[tuple[str, list[int], list[int]]]:
+    """What fsdp would gather at a time: name, and elements of each parameter that has a gradient and that has none.
+
+    The names are of parts of `module`, which itself has an empty one. Empty where its own code would say what is
+    gathered, or where fsdp would refuse it.
+    """
+    if is_overridden("configure_model", module) or _is_manual(module) or is_chunked(module):
+        return []
+    units, names, seen = _units(module, None), {part: name for name, part in module.named_modules()}, set()
+    found = []
+    try:
+        _refuse_scalars(module)
+        _refuse_mixed_types(units)
+    except ConfigError:
+        return []
+    for unit in units:
+        own = [one for one in unit.parameters() if one not in seen]
+        seen.update(own)
+        with_gradient = [one.numel() for one in own if one.grad is not None]
+        found.append((names[unit], with_gradient, [one.numel() for one in own if one.grad is None]))
+    return found
 
 
 @torch.no_grad()

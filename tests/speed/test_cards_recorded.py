@@ -1,4 +1,4 @@
-"""Many cards are asked about and few dry runs made: one for all cards whose kernels allocate alike."""
+"""Many cards, strategies and numbers of devices are asked about, and few dry runs made."""
 
 import pytest
 import torch
@@ -39,8 +39,13 @@ def dry_runs(monkeypatch):
     return made
 
 
-def settings(precision):
-    return kit.Config.make({"hardware": {"precision": precision}})
+class Asking(TinyModule):
+    def training_step(self, batch, batch_idx):
+        return super().training_step(batch, batch_idx) / self.trainer.world_size
+
+
+def settings(precision, strategy="none", devices=1):
+    return kit.Config.make({"hardware": {"precision": precision, "strategy": strategy, "devices": devices}})
 
 
 def test_five_cards_and_their_memory_cost_one_dry_run(dry_runs):
@@ -72,3 +77,36 @@ def test_a_format_that_auto_becomes_on_an_old_card_is_recorded_anew(dry_runs):
     ]
     assert precisions == ["bf16-mixed", "bf16-mixed", "16-mixed"]
     assert dry_runs == [(8, 0), (7, 5)]
+
+
+SHARED = ("ddp", 2), ("ddp", 16), ("fsdp", 8), ("fsdp:2:4", 8), ("fsdp", 64)
+
+
+def test_strategies_and_numbers_of_devices_cost_the_dry_run_of_one(dry_runs):
+    speeds = [
+        predict_speed(settings("32-true", *shared), TinyModule, TinyData, device="A100-40GB") for shared in SHARED
+    ]
+    alone = predict_speed(settings("32-true"), TinyModule, TinyData, device="H100-80GB")
+    assert len(dry_runs) == 1
+    assert [(speed.traffic.strategy, speed.devices) for speed in speeds] == [*SHARED]
+    assert [speed.config.hardware.strategy for speed in speeds] == [strategy for strategy, _ in SHARED]
+    assert all("step of one device" in " ".join(speed.reasons) for speed in speeds)
+    assert "step of one device" not in " ".join(alone.reasons)
+    operators = [len(speed.time.step.call) for speed in speeds]
+    assert operators[0] == operators[1] > len(alone.time.step.call)
+    assert operators[2] == operators[4]
+
+
+def test_a_step_that_asks_how_many_devices_there_are_is_recorded_for_each_and_says_so(dry_runs):
+    speed = predict_speed(settings("32-true", "fsdp", 8), Asking, TinyData, device="A100-40GB")
+    assert len(dry_runs) == 2
+    assert "asks how many devices" in " ".join(speed.reasons)
+    assert any(call.operator.startswith("fsdp::") for call in speed.time.step.calls)
+
+
+def test_what_memory_recorded_of_a_strategy_serves_its_speed(dry_runs):
+    config = settings("32-true", "fsdp", 4)
+    predict_memory(config, TinyModule, TinyData, device="A100-40GB")
+    speed = predict_speed(config, TinyModule, TinyData, device="A100-40GB")
+    assert len(dry_runs) == 1
+    assert speed.time.step.facts["world_size"] == 4

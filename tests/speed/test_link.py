@@ -41,6 +41,14 @@ def test_replicas_of_shards_gather_within_and_reduce_a_part_between():
     assert traffic.seconds(8, FAST, SLOW, 4) == pytest.approx(within + all_reduce_seconds(0.25e9, 2, SLOW))
 
 
+def test_an_exchange_reads_and_writes_the_memory_of_a_device():
+    of = {name: Traffic(parameter_bytes=1e9, gradient_bytes=1e9, strategy=name) for name in ("ddp", "fsdp", "fsdp:2:4")}
+    assert of["ddp"].memory_bytes(1) == 0
+    assert of["ddp"].memory_bytes(8) == pytest.approx(7 / 8 * 5e9)
+    assert of["fsdp"].memory_bytes(8) == pytest.approx(7 / 8 * 7e9)
+    assert of["fsdp:2:4"].memory_bytes(8) == pytest.approx(3 / 4 * 7e9 + 1 / 2 * 5 / 4 * 1e9)
+
+
 def test_a_ring_that_crosses_nodes_goes_at_the_speed_between_them():
     traffic = Traffic(parameter_bytes=1e9, gradient_bytes=1e9, strategy="ddp")
     assert traffic.seconds(8, FAST, SLOW, 8) == pytest.approx(all_reduce_seconds(1e9, 8, FAST))

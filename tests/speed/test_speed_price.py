@@ -11,7 +11,7 @@ from kit.memory.replay.cards import CARDS, find_card, target_of
 from kit.memory.replay.replay import PHASES
 from kit.speed.card_costs import CardCosts, card_of
 from kit.speed.cost_table import CostTable
-from kit.speed.links import Link, Traffic
+from kit.speed.links import STATED_REACHED, Link, Traffic, find_link, waited_for
 from kit.speed.operators import StepOperators
 from kit.speed.pricing import Cost, price
 from kit.speed.work import work_of
@@ -41,7 +41,7 @@ class Known:
         self.seconds, self.host, self.asynchronous = seconds, host, asynchronous
 
     def cost(self, call, work):
-        return Cost(self.seconds[call], 1.1, "measured", "compute")
+        return Cost(self.seconds.get(call, 0.0), 1.1, "measured", "compute")
 
     def host_seconds(self, phase):
         return self.host
@@ -79,6 +79,49 @@ def test_what_the_backward_pass_does_not_hide_is_waited_for():
     assert several.exchange_seconds == pytest.approx(several.seconds - alone.seconds)
     assert several.bound == "communication"
     assert several.high_seconds - several.seconds > alone.high_seconds - alone.seconds
+
+
+@pytest.mark.parametrize(
+    ("device", "host", "exchange", "bound"),
+    [
+        (0.9, 1.0, 0.0, "host"),  # busy for most of a step, which ends when the host has made its last call
+        (1.1, 1.0, 0.0, "compute"),  # behind the host from the first call on
+        (0.1, 0.01, 2.0, "communication"),
+        (1.0, 0.6, 0.0, "compute"),
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("asynchronous", [True, False])
+def test_a_step_is_bound_by_what_takes_its_time(device, host, exchange, bound, asynchronous):
+    link = Link(name="a link", bytes_per_second=1 / STATED_REACHED["usual"], latency_seconds=0.0)
+    traffic = Traffic(parameter_bytes=exchange, gradient_bytes=exchange, strategy="ddp")
+    costs = Known(dict.fromkeys(CALLS, device), host, asynchronous)
+    found = price(step(*CALLS), costs, traffic=traffic, devices=2, within=link)
+    assert found.bound == bound
+
+
+def test_a_call_that_takes_longest_to_be_started_is_bound_by_the_host():
+    small, large, copy = product(8), product(4096, 4096, 4096), clone(1 << 26)
+    add = OperatorCall("aten::add.Tensor", (TensorSpec((8,), "float32"),) * 2, (), (TensorSpec((8,), "float32"),))
+    table = CostTable("here", {add: 2e-6, product(1024): 1e-5, clone(1 << 24): 2e-3})
+    for costs in (CardCosts(find_card("A100-40GB")), table):
+        bounds = [costs.cost(call, work_of(call)).bound for call in (small, large, copy)]
+        assert bounds == ["host", "compute", "memory bandwidth"]
+
+
+def clone(elements):
+    spec = TensorSpec((elements,), "float32")
+    return OperatorCall("aten::clone", (spec,), (), (spec,))
+
+
+def test_an_exchange_that_is_hidden_takes_memory_from_what_hides_it():
+    costs, link = CardCosts(find_card("A100-40GB")), find_link("NVLink-3")
+    traffic = Traffic(parameter_bytes=2e8, gradient_bytes=2e8, strategy="ddp")
+    found = price(step(*[clone(1 << 28)] * 20, phase="backward"), costs, traffic=traffic, devices=8, within=link)
+    ring = traffic.seconds(8, link, None, 8)
+    waited = waited_for(ring, found.busy_seconds, traffic.pieces)
+    moved = traffic.memory_bytes(8) / (0.75 * costs.card.bytes_per_second)
+    assert found.exchange_seconds == pytest.approx(waited + moved * (1 - waited / ring), rel=0.01)
+    assert found.low_seconds <= found.seconds <= found.high_seconds
 
 
 @pytest.mark.parametrize(

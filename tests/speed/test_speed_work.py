@@ -110,3 +110,12 @@ def test_a_view_moves_nothing_and_an_expanded_tensor_holds_what_it_holds():
     assert work_of(OperatorCall("aten::view", (spec,), (), (spec,))).bytes == 0
     table, found = TensorSpec((100_000, 8), "float32"), TensorSpec((4, 8), "float32")
     assert work_of(OperatorCall("aten::embedding", (table, TensorSpec((4,), "int64")), (), (found,))).bytes < 1000
+
+
+def test_a_shard_is_copied_to_its_place_in_what_is_gathered_and_nothing_else():
+    shards, whole = (TensorSpec((1000,), "float32"), TensorSpec((24,), "float32")), TensorSpec((8192,), "float32")
+    place = TensorSpec((1024,), "float32")
+    gather = OperatorCall("fsdp::all_gather_copy_in", (shards, whole), (), (place, whole))
+    assert (work_of(gather).read_bytes, work_of(gather).written_bytes) == (4096, 4096)
+    out = OperatorCall("fsdp::split_with_sizes_copy", (whole,), (("out", (whole,)),), ())
+    assert work_of(out).bytes == 2 * 32768

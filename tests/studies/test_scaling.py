@@ -42,6 +42,13 @@ def scaling(*steps, gradients=0.0, cluster=GPUS, strategy="ddp", **loading):
 # -- limits
 
 
+@pytest.mark.parametrize("doubt", [0.1, 1.0, 2.5])
+def test_a_range_begins_at_a_time_however_large_the_doubt(doubt):
+    found = scaling(step(error_fraction=doubt)).at(8)
+    assert found.low_seconds == pytest.approx(0.1 / (1 + doubt))
+    assert found.high_seconds >= found.seconds_per_batch * (1 + doubt)
+
+
 def test_without_exchange_and_limits_every_device_is_as_fast_as_one():
     found = scaling()
     assert [found.at(devices).seconds_per_batch for devices in (1, 8, 64)] == [0.1, 0.1, 0.1]

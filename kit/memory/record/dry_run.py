@@ -37,23 +37,27 @@ import copy
 import gc
 import logging
 import math
+import sys
 import time
 import traceback
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
+from types import FrameType
 from typing import Any, Literal
 
 import torch
 from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer
 from lightning.pytorch.core.optimizer import _init_optimizers_and_lr_schedulers
 from lightning.pytorch.loggers.logger import DummyLogger
+from lightning.pytorch.strategies import ParallelStrategy
 from lightning.pytorch.trainer import call
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
+from torch.distributed import distributed_c10d
 from torch.nn.parameter import is_lazy
 from torch.utils._pytree import tree_leaves
 from torch.utils.data import DataLoader
@@ -78,7 +82,9 @@ from kit.memory.record.fakes import FakeValues, fake_values, saving_shapes
 from kit.memory.record.recorder import BlockRecorder, Observer
 from kit.memory.record.workspace import Workspaces, eight_bit_on_fakes
 from kit.memory.replay.replay import UPPER_BOUND, Recording
+from kit.memory.replay.snapshot import line_of
 from kit.train.choices import Stage
+from kit.train.fsdp import unit_sizes
 from kit.train.levers import blocks_by_label
 from kit.train.trainer import make_trainer, run_stage, stages_after
 from kit.units import format_bytes
@@ -161,6 +167,7 @@ def record(
                 enter(rules_found_once())
                 enter(imports_with_numbers())
                 enter(FakeMode())
+            asked = enter(_devices_asked_for())
             recording = _recorded(run, answers, hooks, kept, make_module, data, batch_size, check)
     capabilities = {run.capability}
     if run.device_kind == "cuda" and not recording.facts["unknown"]:  # else a card may have refused a call
@@ -179,9 +186,44 @@ def record(
         waits=list(answers.waits),
         bounds=[guess for guess in answers.guesses if guess.endswith(UPPER_BOUND)],
         capabilities=sorted(capabilities, key=str),
+        asks_devices=asked[0] if asked else "",
         seconds=time.perf_counter() - began,
     )
     return recording
+
+
+def _sizes(tensors: Iterable[Tensor]) -> dict[str, list[int]]:
+    """Elements of each, by number format."""
+    found: dict[str, list[int]] = {}
+    for tensor in tensors:
+        found.setdefault(str(tensor.dtype).removeprefix("torch."), []).append(tensor.numel())
+    return found
+
+
+@contextlib.contextmanager
+def _devices_asked_for() -> Iterator[list[str]]:
+    """Inside, the lines of users and packages that ask how many devices there are, as far as torch or Lightning says
+    it: what they do then may differ on more. Whoever asks torch looks at its process group."""
+    asked: list[str] = []
+
+    def noting(answer: Callable[..., Any]) -> Callable[..., Any]:
+        def ask(*args: Any, **options: Any) -> Any:
+            frame: FrameType | None = sys._getframe(1)
+            while frame is not None and "/torch/distributed/" in frame.f_code.co_filename:
+                frame = frame.f_back
+            if frame is not None and (line := line_of(frame)):
+                asked.append(line)
+            return answer(*args, **options)
+
+        return ask
+
+    group: Any = type(distributed_c10d.GroupMember)
+    with contextlib.ExitStack() as undo:
+        for owner, name in ((Trainer, "world_size"), (Trainer, "num_devices"), (group, "WORLD")):
+            known = vars(owner)[name]
+            undo.enter_context(replaced(owner, name, property(noting(known.fget), known.fset)))
+        undo.enter_context(replaced(LightningModule, "all_gather", noting(LightningModule.all_gather)))
+        yield asked
 
 
 def _is_distributed(run: DryRun) -> bool:
@@ -249,6 +291,8 @@ def _recorded(
         recording = known_parts(module, trainer, size, rounding_bytes)
     else:
         recording = recorder.recording(size, rounding_bytes)
+        if not _is_distributed(run):
+            recording.facts.update(units=marker.units, buffers=_sizes(module.buffers()))
     recording.facts.update(_facts(run, module, trainer, unknown), unsure_workspace_bytes=workspaces.unsure_bytes)
     recording.facts["may_be_low"] = [] if on_gpu else _may_be_low(run, trainer, workspaces)
     if any(getattr(part, "sparse", False) is True for part in module.modules()):
@@ -362,6 +406,8 @@ class StepMarker(Callback):
         self.stages = stages
         """What follows the fit, and is recorded too."""
         self.batches = 0
+        self.units: list[tuple[str, list[int], list[int]]] = []
+        """What fsdp would gather at a time (`kit.train.fsdp.unit_sizes`), once gradients are there."""
 
     @override
     def on_sanity_check_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -391,6 +437,8 @@ class StepMarker(Callback):
     @override
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Any) -> None:
         self.recorder.begin_optimizer()
+        if not self.units and not isinstance(trainer.strategy, ParallelStrategy):
+            self.units = unit_sizes(pl_module)
 
     @override
     def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *_args: Any) -> None:

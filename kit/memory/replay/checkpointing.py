@@ -104,15 +104,17 @@ class Checkpoints:
         return _rewritten(self.recording, calls, self._life) if calls else self.recording
 
     def ladder(
-        self, block: str, seconds: NDArray[np.float64], call_seconds: Callable[[int], float] = lambda _: 0.0
-    ) -> list[Rung]:
+        self, block: str, seconds: NDArray[np.float64], repeats: NDArray[np.float64],
+        call_seconds: Callable[[int], float] = lambda _: 0.0,
+    ) -> list[Rung]:  # fmt: skip
         """What may be checkpointed of a block, from its cheapest part up to all of it: each rung replaces the last.
 
         Each saves more than the one before, and takes longer.
 
         Args:
             block: Its name.
-            seconds: (operators,) what each takes.
+            seconds: (operators,) what each takes, all its repeats.
+            repeats: (operators,) how often each runs in a step; 0 of those that are in no step that is priced.
             call_seconds: What a checkpointed call that repeats so many operators takes beside them.
         """
         prefix = f"{block}."
@@ -123,20 +125,23 @@ class Checkpoints:
             while parent != block and parent not in inner:
                 parent = parent.rpartition(".")[0]
             inside.setdefault(parent, []).append(name)
-        return self._rungs(block, inside, seconds, call_seconds)
+
+        def cost(call: BlockCall) -> float:
+            beside = float(repeats[call.first]) * call_seconds(len(call.repeated))
+            return float(seconds[call.repeated].sum()) + beside
+
+        return self._rungs(block, inside, cost)
 
     def _rungs(
-        self, name: str, inside: Mapping[str, Sequence[str]], seconds: NDArray[np.float64],
-        call_seconds: Callable[[int], float],
+        self, name: str, inside: Mapping[str, Sequence[str]], cost: Callable[[BlockCall], float]
     ) -> list[Rung]:  # fmt: skip
-        parts = [self._rungs(part, inside, seconds, call_seconds) for part in inside.get(name, ())]
+        parts = [self._rungs(part, inside, cost) for part in inside.get(name, ())]
         found, taken = [], dict[int, Rung]()
         for place, rung in climb(parts):
             taken[place] = rung
             found.append(Rung.of(taken.values()))
         if calls := self._of(name):
-            spent = sum(float(seconds[call.repeated].sum()) + call_seconds(len(call.repeated)) for call in calls)
-            found.append(Rung((name,), self.saved_bytes(name), spent))
+            found.append(Rung((name,), self.saved_bytes(name), sum(map(cost, calls))))
         better: list[Rung] = []
         for rung in sorted(found, key=lambda rung: (-rung.saved_bytes, rung.seconds)):
             if rung.saved_bytes and (not better or rung.seconds < better[-1].seconds):
@@ -194,6 +199,8 @@ class Checkpoints:
                 dropped = dropped[(dropped != output) & (life.freed[dropped] < len(recording.operator_name))]
                 if len(dropped):
                     until = int(life.made[dropped].max())
+                    while until < last and self._in_place[until + 1]:  # it is filled before it is saved, as a mask is
+                        until += 1
                     repeated = np.arange(first, until + 1)
                     repeated = repeated[~self._traffic[repeated]]
                     given = (life.made < first) & (life.freed >= first) & (life.freed <= last)

@@ -96,7 +96,9 @@ class Recording:
     facts: dict[str, Any] = field(default_factory=dict)
     """What goes with the numbers, as JSON values: `parameters`, `trainable_parameters`, `world_size`, `strategy`,
     `precision`, `device_kind` ("cuda" or "cpu"), `accumulate_grad_batches`, `seconds` (to record), `notes` (list of
-    sentences: branches taken blindly, fallbacks), `unknown` (why activations are missing; empty when they are not)."""
+    sentences: branches taken blindly, fallbacks), `unknown` (why activations are missing; empty when they are not); of
+    one device `units` (what fsdp would gather at a time: name, elements of parameters with and without a gradient) and
+    `buffers` (elements of each, by format); `asks_devices` (a line that asks how many devices there are, if any)."""
     block_line: NDArray[np.int32] = field(default_factory=lambda: np.zeros(0, dtype=np.int32))
     """(blocks,) index into names: the line that asked for it, or what did (`snapshot.owner_here`); 0 where unknown."""
     operator_call: NDArray[np.int32] = field(default_factory=lambda: np.zeros(0, dtype=np.int32))

@@ -251,12 +251,20 @@ def owner_here() -> str:
     for _ in range(_LOOKED):
         if frame is None:
             break
-        code = frame.f_code
-        kind = _kind(code.co_filename, code.co_name)
+        kind = _kind(frame.f_code.co_filename, frame.f_code.co_name)
         if kind:
-            return kind if kind in NO_LINE else f"{code.co_filename}, line {frame.f_lineno}, in {code.co_name}"
+            return kind if kind in NO_LINE else _place(frame)
         frame = frame.f_back
     return "elsewhere"
+
+
+def line_of(frame: FrameType) -> str:
+    """`/path/model.py, line 34, in forward` for code of users and packages; empty for that of torch and Lightning."""
+    return _place(frame) if _kind(frame.f_code.co_filename, frame.f_code.co_name) == "line" else ""
+
+
+def _place(frame: FrameType) -> str:
+    return f"{frame.f_code.co_filename}, line {frame.f_lineno}, in {frame.f_code.co_name}"
 
 
 @functools.lru_cache(maxsize=4096)

@@ -425,14 +425,17 @@ class Fastest:
         """What may be checkpointed of each block, with what it saves and what it costs."""
         step = step_of(checkpoints.recording)
         priced = self._speed(checkpoints.recording, family.devices)
-        seconds = np.zeros(len(checkpoints.recording.operator_name))
-        assert self._costs is not None  # since the first dry run
-        host = 0.0 if self._costs.asynchronous else self._costs.host_seconds("backward")
-        seconds[step.place] = priced.time.operator_seconds + host * step.repeats
-        found = {
-            block: checkpoints.ladder(block, seconds, self._costs.checkpoint_seconds)
-            for block in recorded.blocks.values()
-        }
+        seconds, repeats = (np.zeros(len(checkpoints.recording.operator_name)) for _ in range(2))
+        costs, time = self._costs, priced.time
+        assert costs is not None  # since the first dry run
+        # Beside a GPU the slower of device and host decides, on a CPU both do.
+        host_decides = time.host_seconds > time.busy_seconds
+        of_host, of_device = not costs.asynchronous or host_decides, not (costs.asynchronous and host_decides)
+        repeats[step.place] = step.repeats
+        seconds[step.place] = of_device * time.operator_seconds
+        seconds += of_host * costs.host_seconds("backward") * repeats
+        call_seconds = costs.checkpoint_seconds if of_host else lambda _: 0.0
+        found = {block: checkpoints.ladder(block, seconds, repeats, call_seconds) for block in recorded.blocks.values()}
         if self._whole_blocks:
             return [[rung for rung in ladder if rung.names == (block,)] for block, ladder in found.items()]
         return list(found.values())

@@ -184,7 +184,8 @@ class Scaling:
             return max(train, data) if ahead else train + data
 
         seconds = together(compute + exchange)
-        low = together(self._compute(devices) + self._ring(devices, "most")) * max(0.0, 1 - uncertain)
+        # A doubt is a factor either way: before any trial it may be more than a half, and a time is never nothing.
+        low = together(self._compute(devices) + self._ring(devices, "most")) / (1 + uncertain)
         # With one count measured it is not known how much ranks slow each other.
         assumed = None if self.fitted else _UNMEASURED_CONTENTION["cpu" if self.cluster.on_cpu else "gpu"]
         straggling = self.base.most_deviation_seconds * _largest_of(devices)

@@ -81,7 +81,7 @@ def test_modules_inside_blocks_need_what_a_dry_run_of_them_needs(case):
     plain = dry(kind, precision, **more)
     checkpoints = Checkpoints(plain)
     seconds = np.full(len(plain.operator_name), 1e-3)
-    ladder = checkpoints.ladder("blocks.2", seconds, lambda _: 1e-4)
+    ladder = checkpoints.ladder("blocks.2", seconds, np.ones(len(seconds)), lambda _: 1e-4)
     assert ladder[-1].names == ("blocks.2",)
     assert len(ladder) > 1
     for before, after in itertools.pairwise(ladder):
