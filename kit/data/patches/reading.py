@@ -20,7 +20,6 @@ import statistics
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from numbers import Real
 from typing import TYPE_CHECKING, Any
 
 from kit.arguments import no_config
@@ -209,7 +208,7 @@ def measure_reading(*configs: Config | Sequence[Config], seconds: float = 3.0) -
     """
     given: list[Any] = [one for some in configs for one in (some if isinstance(some, list | tuple) else [some])]
     length: Any = seconds
-    if not given or not isinstance(length, Real) or not length > 0:
+    if not given or not isinstance(length, int | float) or not length > 0:
         raise PlanError(f"{len(given)} configs for {seconds!r} s measure nothing; give one config and seconds above 0")
     for one in given:
         if not isinstance(one, Config):
