@@ -33,7 +33,7 @@ from torch.utils._pytree import tree_leaves
 from typing_extensions import override
 
 from kit.confinement.stand_ins import overridden, replaced
-from kit.memory.record.temporaries import FOLD, SHRUNK_LOSSES, shrunk
+from kit.memory.record.temporaries import BLOCKS, FOLD, SHRUNK_LOSSES, joined_blocks, shrunk
 
 _private: Any = torch._C
 _torch: Any = fake_tensor
@@ -256,6 +256,8 @@ class FakeMode(FakeTensorMode):  # type: ignore[no-untyped-call]
             args = (args[0].bool(), *args[1:])
         if (func is FOLD or func in SHRUNK_LOSSES) and (part := shrunk(self, func, args, kwargs or {})) is not None:
             return part
+        if func is BLOCKS:
+            return joined_blocks(args[0])
         out = super().__torch_dispatch__(func, types, args, kwargs or {})
         self.answered = None  # what torch asked meanwhile
         schema = getattr(func, "_schema", None)

@@ -433,7 +433,8 @@ class BlockRecorder(TorchDispatchMode):
             return
         ref = self._alive.get(storage._cdata)
         if ref is None:
-            on_device = (tensor.fake_device if type(tensor) is FakeTensor else tensor.device).type != "meta"
+            device = tensor.fake_device if type(tensor) is FakeTensor else tensor.device
+            on_device = device.type != "meta" and not tensor._is_zerotensor()  # zeros of derivatives have no memory
             self._watch(storage, self._ledger.begin(storage.nbytes(), category, operator) if on_device else _ELSEWHERE)
         elif ref.block != _ELSEWHERE and self._ledger.bytes[ref.block] != storage.nbytes():
             self._resized(ref, storage.nbytes())
