@@ -40,6 +40,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper
 
 from kit.confinement.stand_ins import overridden
 from kit.memory.record.fake_mode import FakeMode, plainly
+from kit.memory.record.truth import SPARSE_LAYOUTS, sparse_parts
 from kit.memory.record.workspace import OF_NODES
 from kit.memory.replay.replay import CATEGORIES, EVALUATIONS, NO_CALL, PHASES, Recording
 from kit.memory.replay.snapshot import owner_here
@@ -62,6 +63,7 @@ _WRITTEN = {
     "aten::sub.Tensor": torch.ops.aten.sub_.Tensor, "aten::mul.Tensor": torch.ops.aten.mul_.Tensor,
 }  # fmt: skip
 """What autograd runs instead of an operator where it may write to what it has made (`BlockRecorder._writes`)."""
+_PARTS = ("crow_indices", "col_indices", "ccol_indices", "row_indices", "values", "_indices", "_values")
 _LOGITS = "BinaryCrossEntropyWithLogitsBackward0"
 _RECENT = 8
 """Blocks, of which what such an operator writes to is one."""
@@ -74,9 +76,8 @@ def plain_tensors(tensor: Tensor) -> Iterator[Tensor]:
     whole: Any = tensor
     if is_lazy(whole):
         return  # it holds nothing before it gets its shape
-    if tensor.layout is torch.sparse_coo:
-        yield tensor._indices()
-        yield tensor._values()
+    if tensor.layout in SPARSE_LAYOUTS:
+        yield from sparse_parts(tensor)
         return
     if not is_traceable_wrapper_subclass(whole):
         yield tensor
@@ -378,7 +379,8 @@ class BlockRecorder(TorchDispatchMode):
             self._ledger.name(label), label, f"{func.namespace}::{label}", self._observers.get(func),
             communicates=func.namespace in ("c10d", "_c10d_functional"),
             casts=func is torch.ops.aten._to_copy.default,
-            skipped=func.namespace == "prim",  # a fake tensor is asked for its device; nothing runs
+            # A fake tensor is asked for its device, a sparse one for what holds its bytes; nothing runs.
+            skipped=func.namespace == "prim" or label in _PARTS,
         )  # fmt: skip
         return operator
 

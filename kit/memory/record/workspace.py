@@ -31,6 +31,7 @@ from torch._subclasses import fake_tensor
 
 from kit.confinement.stand_ins import replaced
 from kit.memory.record.fakes import ONEDNN_HALF, backward_scratch_bytes, forward_scratch_bytes, is_emulated
+from kit.memory.record.sparse import is_sparse, sparse_bytes
 from kit.memory.record.temporaries import ON_EVERY_DEVICE, ON_THE_CPU, PUTS, Rule, is_spread_out, places_bytes
 from kit.train.optimizers import is_installed, make_tables, quiet_import
 
@@ -378,8 +379,15 @@ class Workspaces:
         self.unsure_bytes = 0
         self.half_convolutions = False
         """Whether oneDNN ran convolutions in half precision."""
+        self.of_sparse: dict[str, None] = {}
+        """Operators on sparse tensors that may hold more than is known."""
 
     def __call__(self, operator: str, args: Sequence[Any], out: Any) -> int:
+        if any(map(is_sparse, (*args, *(out if isinstance(out, tuple | list) else (out,))))):
+            size_of_sparse = sparse_bytes(operator, args, out)
+            if size_of_sparse is None or (self.capability is not None and size_of_sparse):
+                self.of_sparse.setdefault(operator.partition(".")[0])
+            return size_of_sparse or 0
         if self.capability is not None and operator in _CONVOLUTIONS:
             self.unsure_bytes = max(self.unsure_bytes, unsure_workspace_bytes(operator, args, out, self.capability))
         if self.capability is None and operator in _CONVOLUTIONS:
