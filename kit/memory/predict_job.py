@@ -26,10 +26,11 @@ import traceback
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import Any, cast
 
 import cloudpickle
-from lightning.pytorch import Callback, seed_everything
+import torch
+from lightning.pytorch import Callback, LightningModule, seed_everything
 from lightning.pytorch.callbacks import Checkpoint, ProgressBar
 
 from kit.config import Config
@@ -165,10 +166,17 @@ def _recorded(
     seed_everything(run.config.training.seed, workers=True, verbose=False)
     with patience:
         return record(
-            lambda: make_module(cloudpickle.loads(payload["module"]), run.config),
+            lambda: make_to_record(payload, run.config),
             lambda: make_data(cloudpickle.loads(payload["data"]), run.config),
             run, batch_size, otherwise, patience.check,
         )  # fmt: skip
+
+
+def make_to_record(payload: dict[str, Any], config: Config) -> LightningModule:
+    """The module, of which a dry run notes only that it is compiled."""
+    part: Part = cloudpickle.loads(payload["module"])
+    module = make_module(dataclasses.replace(part, compiled=b""), config)
+    return cast("LightningModule", torch.compile(module)) if part.compiled else module
 
 
 def _with_less(run: DryRun, trainer: TrainerParts) -> Iterator[tuple[str, DryRun]]:

@@ -283,7 +283,9 @@ def strip_weights(module: Part, data: Part, trainer: TrainerParts = NO_PARTS) ->
     Raises:
         ConfigError: naming the object that cannot be sent, and where it was found.
     """
-    without_weights = _dump("module", module, _WithoutWeights).stream.getvalue()
+    # How it was compiled says nothing of its memory, which is that without.
+    plain = dataclasses.replace(module, compiled=b"compiled" if module.compiled else b"")
+    without_weights = _dump("module", plain, _WithoutWeights).stream.getvalue()
     parts = b""
     if trainer != NO_PARTS:
         parts = _dump("callbacks", Part("instance", trainer), _WithoutWeights).stream.getvalue()

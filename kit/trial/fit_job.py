@@ -42,7 +42,7 @@ from kit.train.sequences import AUTO, AttentionKernel, SequenceChunks, available
 from kit.train.trainer import EventLogger, make_trainer, run_stage, stages_after
 from kit.trial.context import Context
 from kit.trial.meters import CarbonUse, CpuUse, EnergyUse, MemoryHistory, MemoryMeter, StepWork
-from kit.trial.payload import Part, TrainerParts, is_patch_data, own_arguments
+from kit.trial.payload import CALL, WHOLE, Part, TrainerParts, is_patch_data, own_arguments
 from kit.trial.recorder import CommunicationTimer, LoaderUsed, StepClock, StepRecorder
 
 Made = TypeVar("Made")
@@ -149,10 +149,24 @@ def make_module(part: Part, config: Config) -> LightningModule:
         value = value(**arguments)
     elif part.kind == "factory":
         value = value()
+    if made := getattr(part, "compiled", b""):  # a run directory of an earlier version knows none
+        value = compile_again(value, made)
+    if type(value).__name__ == "OptimizedModule" and isinstance(value._orig_mod, LightningModule):
+        from lightning.pytorch.utilities.compile import from_compiled
+
+        value = from_compiled(value)
     if not isinstance(value, LightningModule):
         given = part if part.value else config.model.target
         raise ConfigError([Problem("module", f"{given} gave {type(value).__name__}, which is no LightningModule")])
     return value
+
+
+def compile_again(module: LightningModule, made: bytes) -> Any:
+    """A module as `torch.compile` had it where it came from."""
+    contexts = cloudpickle.loads(made)
+    if CALL in contexts:
+        module._compiled_call_impl = contexts[CALL](module._call_impl)
+    return contexts[WHOLE](module) if WHOLE in contexts else module
 
 
 def make_parts(parts: Iterable[Part], kind: type[Made], path: str) -> list[Made]:

@@ -61,10 +61,18 @@ class Part:
 
     kind: Kind
     value: Any = None
+    compiled: bytes = b""
+    """What `torch.compile` made of the value, pickled; empty for most."""
 
     @classmethod
     def of(cls, value: object) -> Part:
-        """Modules are callable too, so a callable object is a factory only without a method of a module or data set."""
+        """Modules are callable too, so a callable object is a factory only without a method of a module or data set.
+
+        Raises:
+            ConfigError: for a compiled module that cannot be compiled again in a rank.
+        """
+        if (found := _before_compiling(value)) is not None:
+            return cls("instance", *found)
         if value is None:
             return cls("default")
         if isinstance(value, str):
@@ -102,6 +110,47 @@ class Part:
         if self.kind == "module":
             return "the module's own loaders"
         return {"path": str(self.value), "class": f"class {name}", "factory": f"factory {name}"}.get(self.kind, name)
+
+
+def _before_compiling(value: Any) -> tuple[Any, bytes] | None:
+    """A LightningModule as it was before `torch.compile(module)` or `module.compile()`, and what these made of it, as
+    `compile_again` takes it; None for anything else. The weights are shared."""
+    made: dict[str, Any] = {}
+    if type(value).__name__ == "OptimizedModule" and _is_lightning(type(value._orig_mod)):
+        value, made[WHOLE] = value._orig_mod, value.dynamo_ctx
+    own = getattr(value, "__dict__", {}) if _is_lightning(type(value)) else {}
+    left_out: list[str] = []
+    if own.get("_compiler_ctx"):  # Lightning has unpacked it
+        made[WHOLE] = own["_compiler_ctx"]["dynamo_ctx"]
+        left_out += [name.removeprefix("original_") for name in own["_compiler_ctx"] if name.startswith("original_")]
+        left_out.append("_compiler_ctx")
+    if (call := own.get("_compiled_call_impl")) is not None:
+        held = [cell.cell_contents for cell in call.__closure__ or ()]
+        made[CALL] = next(one for one in held if type(one).__name__ == "OptimizeContext")
+        left_out.append("_compiled_call_impl")
+    if not made:
+        return None
+    if left_out:
+        same = object.__new__(type(value))
+        vars(same).update({name: item for name, item in own.items() if name not in left_out})
+        vars(same)["_compiler_ctx"] = None
+        value = same
+    try:
+        return value, cloudpickle.dumps(made)
+    except Exception as error:
+        message = (
+            f"what torch.compile made of {type(value).__name__} cannot be sent to the ranks ({error}); give the module "
+            "itself and compile a part of it in its __init__, as in self.net = torch.compile(self.net)"
+        )
+        raise ConfigError([Problem("module", message)]) from error
+
+
+WHOLE, CALL = "whole", "call"
+"""What was compiled of a module: its steps, by `torch.compile(module)`, or its call, by `module.compile()`."""
+
+
+def _is_lightning(kind: type) -> bool:
+    return any(base.__name__ == "LightningModule" for base in kind.__mro__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -305,6 +354,12 @@ def check_parts(module: Part, data: Part, config: Config) -> None:
     """
     if module.kind in ("class", "instance") or (module.kind == "factory" and _is_of_torch(type(module.value))):
         _check_module(module)
+    if module.compiled and config.hardware.strategy.startswith("fsdp"):
+        message = (
+            "torch.compile of a whole LightningModule does not run with hardware.strategy fsdp, as Lightning refuses "
+            "it; give the module itself and compile a part of it, as in self.net = torch.compile(self.net)"
+        )
+        raise ConfigError([Problem("module", message)])
     if data.kind == "instance":
         _check_data(data.value)
     calls: list[tuple[Part, str, Mapping[str, Any]]] = []

@@ -7,12 +7,14 @@ import pandas
 import pytest
 import torch
 from lightning.pytorch import LightningModule
+from lightning.pytorch.utilities.compile import from_compiled
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from kit.config import Config
 from kit.errors import ConfigError
-from kit.trial.payload import Part, check_parts, pack
+from kit.trial.fit_job import make_module
+from kit.trial.payload import Part, check_parts, pack, unpack
 from kit.trial.submit import check_targets
 
 
@@ -82,11 +84,73 @@ def test_a_plain_module_of_torch_is_no_factory_of_one(value):
         check_parts(Part.of(value), Part.of(None), Config())
 
 
+def doubled(graph, _):
+    """A compiler whose code gives twice of all that a graph gives."""
+    return lambda *args: [2 * value for value in graph(*args)]
+
+
+class Stepping(Trained):
+    def __init__(self):
+        super().__init__(3)
+        self.layer = nn.Linear(2, 1)
+
+    def forward(self, values):
+        return values + 1
+
+    def training_step(self, batch, batch_idx):
+        return self(batch)
+
+
+def in_place(module):
+    module.compile(backend=doubled)
+    return module
+
+
+COMPILED = {
+    "whole": lambda module: torch.compile(module, backend=doubled),
+    "unpacked": lambda module: from_compiled(torch.compile(module, backend=doubled)),
+    "in place": in_place,
+}
+
+
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.*torch.jit.script_method:DeprecationWarning")
-def test_a_compiled_module_is_refused_with_what_to_compile_instead():
+@pytest.mark.parametrize("way", COMPILED)
+def test_a_compiled_module_is_compiled_in_the_rank_as_it_was(way):
+    module = Stepping()
+    given = COMPILED[way](module)
+    part = Part.of(given)
+    check_parts(part, Part.of(None), Config())
+    assert (part.kind, type(part.value)) == ("instance", Stepping)
+    sent = unpack(pack(part, Part.of(None)))["module"]
+    assert sent.value.training_step(torch.ones(2), 0).tolist() == [2, 2]
+    made = make_module(sent, Config())
+    assert made.training_step(torch.ones(2), 0).tolist() == [4, 4]
+    assert part.value.layer.weight is module.layer.weight
+    assert module.training_step(torch.ones(2), 0).tolist() == ([2, 2] if way == "whole" else [4, 4])  # as it was
+    torch.compiler.reset()
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script_method:DeprecationWarning")
+def test_what_cannot_be_compiled_in_a_rank_is_refused_with_what_to_compile_instead():
+    sharded = Config().replace({"hardware.strategy": "fsdp", "hardware.devices": 2})
+    words = r"torch\.compile.*self\.net = torch\.compile\(self\.net\)"
+    with pytest.raises(ConfigError, match=words):
+        check_parts(Part.of(torch.compile(Stepping())), Part.of(None), sharded)
+    guard = threading.Lock()
+    with pytest.raises(ConfigError, match=words):
+        Part.of(torch.compile(Stepping(), backend=lambda graph, _: guard and graph))
     with pytest.raises(ConfigError, match=r"OptimizedModule.*torch\.compile\(self"):
-        check_parts(Part.of(torch.compile(Trained(3))), Part.of(None), Config())
+        check_parts(Part.of(torch.compile(nn.Linear(2, 1))), Part.of(None), Config())
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script_method:DeprecationWarning")
+def test_a_factory_may_give_a_compiled_module():
+    made = make_module(Part.of(lambda: torch.compile(Stepping(), backend=doubled)), Config())
+    assert made.training_step(torch.ones(2), 0).tolist() == [4, 4]
+    torch.compiler.reset()
 
 
 @pytest.mark.parametrize("absent", ["training_step", "configure_optimizers"])

@@ -36,6 +36,7 @@ from kit.data.open_dataset import open_dataset
 from kit.data.patches.module import EpochData, PatchData
 from kit.data.rows.loader import RowData
 from kit.errors import ConfigError, Problem
+from kit.memory.record.truth import SPARSE_LAYOUTS
 from kit.units import format_bytes
 
 _BATCHES = 8
@@ -410,7 +411,7 @@ class Writer(cloudpickle.Pickler):  # type: ignore[misc]
         self._numbers: dict[int, int] = {}
 
     def persistent_id(self, value: Any) -> int | None:
-        if not isinstance(value, Tensor):
+        if not isinstance(value, Tensor) or value.layout in SPARSE_LAYOUTS:  # of a sparse one its parts are numbered
             return None
         number = self._numbers.setdefault(id(value), len(self.tensors))
         if number == len(self.tensors):

@@ -297,6 +297,9 @@ def _recorded(
     recording.facts["may_be_low"] = [] if on_gpu else _may_be_low(run, trainer, workspaces)
     if any(getattr(part, "sparse", False) is True for part in module.modules()):
         recording.facts["may_be_low"].append(_OF_SPARSE)
+    if workspaces.of_sparse:
+        names = ", ".join(workspaces.of_sparse)
+        recording.facts["may_be_low"].append(f"operators on sparse tensors may hold more than is known: {names}")
     recording.facts["refused"] = refused
     recording.facts["notes"] = [*recording.facts["notes"], *fake_batches.notes]
     return recording

@@ -30,10 +30,12 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorConverter, FakeT
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves
+from torch.utils.weak import WeakIdKeyDictionary
 from typing_extensions import override
 
 from kit.confinement.stand_ins import overridden, replaced
-from kit.memory.record.temporaries import FOLD, SHRUNK_LOSSES, shrunk
+from kit.memory.record.sparse import OF_SPARSE, faked, is_sparse
+from kit.memory.record.temporaries import BLOCKS, FOLD, SHRUNK_LOSSES, joined_blocks, shrunk
 
 _private: Any = torch._C
 _torch: Any = fake_tensor
@@ -97,11 +99,17 @@ class ConstantConverter(FakeTensorConverter):
         super().__init__()
         self._attributes: dict[str, Any] = {}
         """Those that all constants have in common."""
+        self._sparse = WeakIdKeyDictionary()
+        """Fake matrices by real ones, which torch would take to have no values."""
 
     @override
     def from_real_tensor(
         self, fake_mode: FakeTensorMode, t: Tensor, make_constant: bool = False, *rest: Any, **options: Any
     ) -> FakeTensor:
+        if is_sparse(t) and type(t) is Tensor:
+            if t not in self._sparse:
+                self._sparse[t] = faked(fake_mode, t)
+            return self._sparse[t]
         if not make_constant or rest or options or not _is_ordinary(t):
             self._remember(t)
             return super().from_real_tensor(fake_mode, t, make_constant, *rest, **options)
@@ -256,7 +264,15 @@ class FakeMode(FakeTensorMode):  # type: ignore[no-untyped-call]
             args = (args[0].bool(), *args[1:])
         if (func is FOLD or func in SHRUNK_LOSSES) and (part := shrunk(self, func, args, kwargs or {})) is not None:
             return part
-        out = super().__torch_dispatch__(func, types, args, kwargs or {})
+        if func is BLOCKS:
+            return joined_blocks(args[0])
+        out = NotImplemented
+        if known is None and func in OF_SPARSE and any(map(is_sparse, args)):
+            convert = self.fake_tensor_converter.from_real_tensor
+            args = [convert(self, one) if is_sparse(one) and type(one) is Tensor else one for one in args]
+            out = OF_SPARSE[func](self, func, *args, **(kwargs or {}))
+        if out is NotImplemented:
+            out = super().__torch_dispatch__(func, types, args, kwargs or {})
         self.answered = None  # what torch asked meanwhile
         schema = getattr(func, "_schema", None)
         if schema is None or schema.is_mutable:  # it may have changed a shape

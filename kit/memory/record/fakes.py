@@ -57,6 +57,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake
 from kit.confinement.stand_ins import overridden, replaced
 from kit.memory.record.batches import Batches, TensorShape, Writer
 from kit.memory.record.fake_mode import forget_look
+from kit.memory.record.sparse import sparse_kernels
 from kit.memory.record.value_sizes import adaptive_softmax, composite_kernels, lazy_parameters, shape_kernels
 from kit.memory.replay.replay import GUESSED_CONDITION, UPPER_BOUND
 
@@ -499,6 +500,7 @@ def fake_values(otherwise: str = "") -> Iterator[FakeValues]:
         aten.allclose.default: answers.close,
         **dict.fromkeys(_FACTORIES, answers.made),
         **shape_kernels(answers.assume),
+        **sparse_kernels(answers.assume),
         aten.mkldnn_rnn_layer.default: lstm_layer,
     }
     with contextlib.ExitStack() as undo:

@@ -39,8 +39,8 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 
 from kit.confinement.stand_ins import overridden
-from kit.memory.record.calls import CallLog
 from kit.memory.record.fake_mode import FakeMode, plainly
+from kit.memory.record.truth import SPARSE_LAYOUTS, sparse_parts
 from kit.memory.record.workspace import OF_NODES
 from kit.memory.replay.replay import CATEGORIES, EVALUATIONS, NO_CALL, PHASES, Recording
 from kit.memory.replay.snapshot import owner_here
@@ -63,6 +63,7 @@ _WRITTEN = {
     "aten::sub.Tensor": torch.ops.aten.sub_.Tensor, "aten::mul.Tensor": torch.ops.aten.mul_.Tensor,
 }  # fmt: skip
 """What autograd runs instead of an operator where it may write to what it has made (`BlockRecorder._writes`)."""
+_PARTS = ("crow_indices", "col_indices", "ccol_indices", "row_indices", "values", "_indices", "_values")
 _LOGITS = "BinaryCrossEntropyWithLogitsBackward0"
 _RECENT = 8
 """Blocks, of which what such an operator writes to is one."""
@@ -75,9 +76,8 @@ def plain_tensors(tensor: Tensor) -> Iterator[Tensor]:
     whole: Any = tensor
     if is_lazy(whole):
         return  # it holds nothing before it gets its shape
-    if tensor.layout is torch.sparse_coo:
-        yield tensor._indices()
-        yield tensor._values()
+    if tensor.layout in SPARSE_LAYOUTS:
+        yield from sparse_parts(tensor)
         return
     if not is_traceable_wrapper_subclass(whole):
         yield tensor
@@ -379,7 +379,8 @@ class BlockRecorder(TorchDispatchMode):
             self._ledger.name(label), label, f"{func.namespace}::{label}", self._observers.get(func),
             communicates=func.namespace in ("c10d", "_c10d_functional"),
             casts=func is torch.ops.aten._to_copy.default,
-            skipped=func.namespace == "prim",  # a fake tensor is asked for its device; nothing runs
+            # A fake tensor is asked for its device, a sparse one for what holds its bytes; nothing runs.
+            skipped=func.namespace == "prim" or label in _PARTS,
         )  # fmt: skip
         return operator
 
@@ -434,7 +435,8 @@ class BlockRecorder(TorchDispatchMode):
             return
         ref = self._alive.get(storage._cdata)
         if ref is None:
-            on_device = (tensor.fake_device if type(tensor) is FakeTensor else tensor.device).type != "meta"
+            device = tensor.fake_device if type(tensor) is FakeTensor else tensor.device
+            on_device = device.type != "meta" and not tensor._is_zerotensor()  # zeros of derivatives have no memory
             self._watch(storage, self._ledger.begin(storage.nbytes(), category, operator) if on_device else _ELSEWHERE)
         elif ref.block != _ELSEWHERE and self._ledger.bytes[ref.block] != storage.nbytes():
             self._resized(ref, storage.nbytes())
@@ -601,6 +603,67 @@ class Ledger:
             facts=dict(facts), block_line=line.copy(), operator_call=call.copy(), calls=tuple(self.calls.calls),
             operator_recomputes=recomputes,
         )  # fmt: skip
+
+
+class CallLog:
+    """The distinct calls of a step, numbered as they are first seen, as `kit.memory.replay.calls` reads them.
+
+    A call is what an operator was given and gave, with tensors as shapes; two calls with equal shapes and equal numbers
+    are one. What no JSON value can hold (a generator, a device) is left out as None: it costs no time.
+    """
+
+    def __init__(self) -> None:
+        self.calls: list[Any] = []
+        """JSON values."""
+        self._numbers: dict[Any, int] = {}
+
+    def number(self, name: str, args: tuple[Any, ...], named: dict[str, Any] | None, out: Any) -> int:
+        """The number of this call."""
+        results = out if isinstance(out, tuple) else (out,)
+        key = (
+            name, tuple(map(_key, args)), tuple((word, _key(value)) for word, value in (named or {}).items()),
+            tuple(map(_key, results)),
+        )  # fmt: skip
+        number = self._numbers.get(key)
+        if number is None:
+            number = self._numbers[key] = len(self.calls)
+            self.calls.append(_json(key))
+        return number
+
+
+class _Spec(tuple[Any, ...]):
+    """(shape, dtype, strides or None) of a tensor."""
+
+    __slots__ = ()
+
+
+_DTYPES: dict[torch.dtype, str] = {}
+
+
+def _key(value: Any) -> Any:
+    """Something hashable that is equal for equal costs."""
+    if isinstance(value, Tensor):
+        try:
+            strides = (
+                None if value.layout is not torch.strided or value.is_contiguous() else tuple(map(int, value.stride()))
+            )
+            shape = tuple(map(int, value.shape))
+        except Exception:  # a subclass without either, or a size that no number is known of
+            return None
+        dtype = _DTYPES.get(value.dtype) or _DTYPES.setdefault(value.dtype, str(value.dtype).removeprefix("torch."))
+        return _Spec((shape, dtype, strides))
+    if isinstance(value, list | tuple):
+        return tuple(map(_key, value))
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    return str(value) if isinstance(value, torch.dtype | torch.memory_format) else None
+
+
+def _json(key: Any) -> Any:
+    if isinstance(key, _Spec):
+        shape, dtype, strides = key
+        return {"t": [list(shape), dtype, None if strides is None else list(strides)]}
+    return [*map(_json, key)] if isinstance(key, tuple) else key
 
 
 def _columns_of(rows: Sequence[tuple[int, ...]], width: int) -> NDArray[np.int32]:

@@ -54,6 +54,17 @@ def shrunk(mode: FakeTensorMode, func: Any, args: Sequence[Any], options: Mappin
     return FakeTensor(mode, made, values.device)
 
 
+BLOCKS = aten.block_diag.default
+"""Matrices as blocks of one, which the kernels make at once; torch plays it by padding each and joining them."""
+
+
+def joined_blocks(matrices: Sequence[Tensor]) -> Tensor:
+    """The result of `BLOCKS`."""
+    shapes = [(1,) * (2 - one.dim()) + tuple(one.shape) for one in matrices]
+    dtype = functools.reduce(torch.promote_types, (one.dtype for one in matrices))
+    return matrices[0].new_empty([sum(sizes) for sizes in zip(*shapes, strict=True)], dtype=dtype)
+
+
 def _terms(args: Sequence[Any], _: Any) -> int:
     """The terms of a loss before their mean or sum."""
     return int(args[0].nbytes) if _is_reduced(args, 2) else 0

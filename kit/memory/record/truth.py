@@ -84,7 +84,8 @@ class AllocatorTrace:
         self._noted.append(storages_of(batch))
         _mark(f"{_BATCH}{number}")
         for tensor in _tensors([batch]):
-            watch = weakref.finalize(tensor, self._gone, tensor.untyped_storage().data_ptr())
+            storage = tensor.untyped_storage()
+            watch = weakref.finalize(storage, self._gone, storage.data_ptr())
             watch.atexit = False
             self._watching.append(watch)
 
@@ -170,6 +171,21 @@ class _Ledger:
         self.series.append((self.now, self.requested))
 
 
+COMPRESSED_LAYOUTS = (torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc)
+SPARSE_LAYOUTS = (torch.sparse_coo, *COMPRESSED_LAYOUTS)
+
+
+def sparse_parts(tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """The indices and, last, the values of a sparse tensor, which hold its bytes; of compressed ones first those that
+    say where rows or columns begin."""
+    if tensor.layout is torch.sparse_coo:
+        return tensor._indices(), tensor._values()
+    with torch.no_grad():
+        if tensor.layout in (torch.sparse_csr, torch.sparse_bsr):
+            return tensor.crow_indices(), tensor.col_indices(), tensor.values()
+        return tensor.ccol_indices(), tensor.row_indices(), tensor.values()
+
+
 def storages_of(held: Any) -> Blocks:
     """The CPU storages of all tensors in modules, optimizers, mappings and sequences, each once."""
     found: Blocks = {}
@@ -189,6 +205,8 @@ def _tensors(objects: Iterable[Any]) -> Iterator[torch.Tensor]:
             flatten = getattr(item, "__tensor_flatten__", None)
             if flatten is not None:
                 yield from _tensors(getattr(item, name) for name in flatten()[0])
+            elif item.layout in SPARSE_LAYOUTS:
+                yield from sparse_parts(item)
             elif item.layout is torch.strided:
                 yield item
         elif isinstance(item, torch.nn.Module):

@@ -130,6 +130,24 @@ def composite_kernels(assume: Assume) -> Iterator[None]:
         counts = [sum(length > step for length in found) for step in range(max(found))]
         return function.apply(values, counts, batch_first), torch.tensor(counts)
 
+    def product(values: Tensor, dim: int | None = None, keepdim: bool = False, *, dtype: Any = None) -> Tensor:
+        if not (values.requires_grad and torch.is_grad_enabled()):
+            return _product_of(values, dim, keepdim, dtype)
+        assume("that no factor of a product is 0")
+        values = values if dtype is None else values.to(dtype)
+        if _torch._C._functorch.peek_interpreter_stack() is not None:  # which takes no functions of ours
+            return values.log().sum(() if dim is None else dim, keepdim).exp()
+        return cast("Tensor", cast("Any", _Product).apply(values, dim, keepdim))
+
+    def products(values: Tensor, dim: int, *, dtype: Any = None) -> Tensor:
+        if not (values.requires_grad and torch.is_grad_enabled()):
+            return _products_of(values, dim, dtype)
+        assume("that no factor of a product is 0")
+        values = values if dtype is None else values.to(dtype)
+        if _torch._C._functorch.peek_interpreter_stack() is not None:
+            return values.log().cumsum(dim).exp()
+        return cast("Tensor", cast("Any", _Products).apply(values, dim))
+
     library: Any = torch.library.Library("aten", "IMPL")  # type: ignore[no-untyped-call]
     kernels: dict[str, Callable[..., Any]] = {"_pack_padded_sequence": pack, "_pad_packed_sequence": _padded}
     kernels["ctc_loss.IntList"] = _ctc_of_lists
@@ -141,6 +159,12 @@ def composite_kernels(assume: Assume) -> Iterator[None]:
             for name, kernel in kernels.items():
                 for key in ("AutogradCPU", "CPU"):
                     library.impl(name, kernel, key)
+            for name, kernel in {"prod": product, "prod.dim_int": product, "cumprod": products}.items():
+                library.impl(name, kernel, "AutogradCPU")
+            # Torch makes views of its zeros without storage, of which derivatives of derivatives have many, before it
+            # asks whether they are fake.
+            for name in ("view", "_reshape_alias", "as_strided"):
+                library.impl(name, torch.library.fallthrough_kernel, "ZeroTensor")
         yield
     finally:
         library._destroy()
@@ -167,6 +191,70 @@ class _Packed(Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         return gradients[0].new_zeros(ctx.shape), None, None
+
+
+def _product_of(values: Tensor, dim: int | None, keepdim: bool, dtype: Any = None) -> Tensor:
+    """By torch's own kernel."""
+    with _torch._C._AutoDispatchBelowAutograd():
+        out = (
+            aten.prod.default(values, dtype=dtype)
+            if dim is None
+            else aten.prod.dim_int(values, dim, keepdim, dtype=dtype)
+        )
+    return cast("Tensor", out)
+
+
+def _products_of(values: Tensor, dim: int, dtype: Any = None) -> Tensor:
+    with _torch._C._AutoDispatchBelowAutograd():
+        return cast("Tensor", aten.cumprod.default(values, dim, dtype=dtype))
+
+
+class _Product(Function):
+    """Allocates as `aten::prod` and its backward where no factor is 0: under a mode, autograd takes a way that is safe
+    for any, and holds twice as much. (`prod_backward` in `FunctionsManual.cpp`.)"""
+
+    @staticmethod
+    def forward(ctx: Any, values: Tensor, dim: int | None, keepdim: bool) -> Tensor:
+        out = _product_of(values, dim, keepdim)
+        ctx.save_for_backward(values, out)
+        ctx.dim, ctx.is_cut = dim, dim is not None and not keepdim and values.dim() > 0
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        values, out = ctx.saved_tensors
+        gradient, zeros = gradients[0], values == 0
+        if ctx.dim is None:
+            del zeros  # counted, and gone
+        else:
+            zeros.sum(ctx.dim, True)
+        if ctx.is_cut:
+            gradient, out = gradient.unsqueeze(ctx.dim), out.unsqueeze(ctx.dim)
+        return gradient * (out / values), None, None
+
+
+class _Products(Function):
+    """The same of `aten::cumprod`."""
+
+    @staticmethod
+    def forward(ctx: Any, values: Tensor, dim: int) -> Tensor:
+        out = _products_of(values, dim)
+        ctx.save_for_backward(values, out)
+        ctx.dim = dim
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        values, out = ctx.saved_tensors
+        weighed = out * gradients[0]
+        zeros = values == 0
+        turned = weighed.flip(ctx.dim)
+        summed = turned.cumsum(ctx.dim)
+        back = summed.flip(ctx.dim)
+        del turned, summed
+        found = back.div(values)
+        del back, zeros, weighed
+        return found, None
 
 
 def _runs(counts: Sequence[int]) -> Iterator[tuple[int, int, int]]:

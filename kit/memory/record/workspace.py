@@ -31,6 +31,7 @@ from torch._subclasses import fake_tensor
 
 from kit.confinement.stand_ins import replaced
 from kit.memory.record.fakes import ONEDNN_HALF, backward_scratch_bytes, forward_scratch_bytes, is_emulated
+from kit.memory.record.sparse import is_sparse, sparse_bytes
 from kit.memory.record.temporaries import ON_EVERY_DEVICE, ON_THE_CPU, PUTS, Rule, is_spread_out, places_bytes
 from kit.train.optimizers import is_installed, make_tables, quiet_import
 
@@ -183,20 +184,35 @@ _CUDA: dict[str, Rule] = {
 def _convolution(args: Sequence[Any], out: Tensor) -> int:
     """Copies of input and weight while the result is made in a layout of its own, then that result beside its copy."""
     values, weight = args[0], args[1]
-    if is_emulated(values.dtype):
+    if is_emulated(values.dtype) or _is_small(values, weight, args[8]):
         return _unrolled_convolution(args, out)
     if _needs_no_copy(values, weight, (*args[3], *args[5])):
         return 0
     result, transposed = _blocked(out), bool(args[6])
+    if transposed and _LANES > _NARROW and values.element_size() == _FLOAT32:
+        return _transposed_convolution(args, out)
     copies = (_blocked(values) if transposed else _copied(values)) + _blocked(weight, 2)
     return max(copies + result - int(out.nbytes), (2 if transposed else 1) * result)
+
+
+def _transposed_convolution(args: Sequence[Any], out: Tensor) -> int:
+    """With AVX-512 in float32: where there is a bias, sums beside the result. Of strides the result has its channels
+    last, unrounded, and is turned around; what one sample needs beside is known as measured."""
+    values, weight, result = args[0], args[1], int(out.nbytes)
+    weights, biased = _blocked(weight, 2), args[2] is not None
+    if max(args[3]) == 1:
+        rounded = _blocked(out)
+        return max((1 + biased) * rounded + _blocked(values) + weights - result, rounded)
+    overlaps = biased and max(weight.shape[2:]) > min(args[3])
+    sums = 2 * int(values.nbytes) // values.shape[0] + _SUMS_BYTES + (result if overlaps else 0)
+    return max(sums + int(values.nbytes) + weights, (2 if out.shape[1] > 1 else 1) * result)
 
 
 def _convolution_backward(args: Sequence[Any], out: Any) -> int:
     """First the gradient of the input, from copies of the output's gradient and the weight; then that of the weight,
     from copies of the output's gradient and the input, with sums in float32 if these are in half precision."""
     gradient, values, weight = args[0], args[1], args[2]
-    if is_emulated(values.dtype):
+    if is_emulated(values.dtype) or _is_small(values, weight, args[9]):
         return _unrolled_convolution_backward(args, out)
     if _needs_no_copy(values, weight, (*args[4], *args[6])):
         return 0
@@ -227,6 +243,14 @@ def _needs_no_copy(values: Tensor, weight: Tensor, steps: Sequence[int]) -> bool
         return True
     pointwise = math.prod(weight.shape[2:]) == 1 and weight.element_size() >= _FLOAT32 and max(steps) == 1
     return pointwise and values.shape[0] < _FEW_SAMPLES and torch.get_num_threads() == 1
+
+
+def _is_small(values: Tensor, weight: Tensor, groups: int) -> bool:
+    """One sample of few numbers in float32, which torch convolves itself (`use_mkldnn` in `native/Convolution.cpp`)."""
+    kernel = weight.shape[2:]
+    is_wide = len(kernel) > 1 and min(kernel[-2:]) > _SMALL_KERNEL
+    is_one = values.shape[0] == 1 and math.prod(values.shape[:4]) <= _FEW_NUMBERS
+    return is_one and groups == 1 and not is_wide and values.dtype is torch.float32
 
 
 def _copied(values: Tensor) -> int:
@@ -321,6 +345,8 @@ _LANES = 16 if "AVX512" in torch.backends.cpu.get_cpu_capability() else 8
 _NARROW, _COLOURS = 8, 3
 _VOLUME_AXES = 5
 _FEW_SAMPLES = 16
+_FEW_NUMBERS, _SMALL_KERNEL = 20480, 3
+_SUMS_BYTES = 41240
 
 
 def _gloo_copy(argument: int) -> Rule:
@@ -353,8 +379,15 @@ class Workspaces:
         self.unsure_bytes = 0
         self.half_convolutions = False
         """Whether oneDNN ran convolutions in half precision."""
+        self.of_sparse: dict[str, None] = {}
+        """Operators on sparse tensors that may hold more than is known."""
 
     def __call__(self, operator: str, args: Sequence[Any], out: Any) -> int:
+        if any(map(is_sparse, (*args, *(out if isinstance(out, tuple | list) else (out,))))):
+            size_of_sparse = sparse_bytes(operator, args, out)
+            if size_of_sparse is None or (self.capability is not None and size_of_sparse):
+                self.of_sparse.setdefault(operator.partition(".")[0])
+            return size_of_sparse or 0
         if self.capability is not None and operator in _CONVOLUTIONS:
             self.unsure_bytes = max(self.unsure_bytes, unsure_workspace_bytes(operator, args, out, self.capability))
         if self.capability is None and operator in _CONVOLUTIONS:

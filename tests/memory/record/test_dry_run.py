@@ -34,10 +34,13 @@ from torch import nn
 from kit import models
 from kit.config import Config
 from kit.errors import ConfigError
+from kit.memory.predict_job import make_to_record
+from kit.memory.query import strip_weights
 from kit.memory.record.dry_run import DryRun, record
 from kit.memory.record.fakes import ONEDNN_HALF
 from kit.memory.replay.replay import CATEGORIES, PHASES
 from kit.models import GPT, Field, RandomData, Tokens
+from kit.trial.payload import Part
 
 FLOAT = 4
 
@@ -280,6 +283,22 @@ def test_what_was_compiled_before_is_not_compiled_in_a_dry_run(way):
     (note,) = compiled.facts["notes"]
     assert note.startswith("torch.compile")
     assert peak(compiled) == peak(predict(lambda: plain, lambda: loader(vectors), config()))
+
+
+def in_place(module):
+    module.compile(backend=kept)
+    return module
+
+
+@pytest.mark.parametrize("given", [lambda module: torch.compile(module, backend=kept), in_place], ids=["whole", "call"])
+def test_a_compiled_instance_is_sent_and_predicted_as_it_is_written(given):
+    part = Part.of(given(Perceptron()))
+    sent = {"module": strip_weights(part, Part.of(None)).module}
+    compiled = predict(lambda: make_to_record(sent, config()), lambda: loader(vectors), config())
+    assert GRAPHS == []
+    (note,) = compiled.facts["notes"]
+    assert note.startswith("torch.compile")
+    assert peak(compiled) == peak(predict(Perceptron, lambda: loader(vectors), config()))
 
 
 def test_what_is_compiled_is_compiled_again_after_a_dry_run():

@@ -163,6 +163,10 @@ OTHERS = {
     "mean of windows": lambda _, x: functional.avg_pool2d(images(x), 2).sum(),
     "mirrored": lambda _, x: functional.pad(images(x), (3, 3, 3, 3), "reflect").sum(),
     "gelu": lambda _, x: functional.gelu(x).sum(),
+    "product of rows, gradient": lambda _, x: (x * 0.01 + 1).prod(1).sum(),
+    "product of all, gradient": lambda _, x: (x * 0.01 + 1).prod(),
+    "products so far, gradient": lambda _, x: (x * 0.01 + 1).cumprod(1).sum(),
+    "blocks of one": lambda _, x: torch.block_diag(halved(x)[:, :2048], halved(x)[:, 2048:]).sum() + x[0, 0],
     "truths counted": lambda _, x: every_other(x).sum() + x[0, 0],
 }
 
