@@ -20,7 +20,7 @@ from __future__ import annotations
 import contextlib
 import importlib.machinery
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -109,7 +109,7 @@ class ConstantConverter(FakeTensorConverter):
         if is_sparse(t) and type(t) is Tensor:
             if t not in self._sparse:
                 self._sparse[t] = faked(fake_mode, t)
-            return self._sparse[t]
+            return cast("FakeTensor", self._sparse[t])
         if not make_constant or rest or options or not _is_ordinary(t):
             self._remember(t)
             return super().from_real_tensor(fake_mode, t, make_constant, *rest, **options)
@@ -266,7 +266,7 @@ class FakeMode(FakeTensorMode):  # type: ignore[no-untyped-call]
             return part
         if func is BLOCKS:
             return joined_blocks(args[0])
-        out = NotImplemented
+        out: Any = NotImplemented
         if known is None and func in OF_SPARSE and any(map(is_sparse, args)):
             convert = self.fake_tensor_converter.from_real_tensor
             args = [convert(self, one) if is_sparse(one) and type(one) is Tensor else one for one in args]

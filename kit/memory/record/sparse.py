@@ -53,7 +53,7 @@ def sparse_kernels(assume: Assume) -> dict[Any, Callable[..., Any]]:
             shape = ((lines.numel() - 1) * block[0 if by_rows else 1],) * _MATRIX_AXES
         return compressed_tensor(mode, (lines, places, values), shape, layout or torch.sparse_csr)
 
-    def compressed(mode: Any, func: Any, matrix: Tensor, *rest: Any, **_: Any) -> Tensor:
+    def compressed(mode: Any, func: Any, matrix: Tensor, *rest: Any, **_: Any) -> Any:
         layout = _LAYOUTS[func]
         block, *dense = rest if layout in _BLOCKED else ((1, 1), *rest)
         if matrix.dim() != _MATRIX_AXES or matrix.layout is layout or any(dense):
@@ -74,7 +74,7 @@ def sparse_kernels(assume: Assume) -> dict[Any, Callable[..., Any]]:
         lines = values.new_empty((matrix.shape[axis] // block[axis] + 1,), dtype=dtype)
         return compressed_tensor(mode, (lines, places, values), tuple(matrix.shape), layout)
 
-    def coordinates(mode: Any, _func: Any, matrix: Tensor, axes: int = _MATRIX_AXES, **options: Any) -> Tensor:
+    def coordinates(mode: Any, _func: Any, matrix: Tensor, axes: int = _MATRIX_AXES, **options: Any) -> Any:
         is_plain = options.get("layout") in (None, torch.sparse_coo) and not options.get("dense_dim")
         if not matrix.dim() == axes == _MATRIX_AXES or not is_plain:
             return NotImplemented
@@ -85,7 +85,7 @@ def sparse_kernels(assume: Assume) -> dict[Any, Callable[..., Any]]:
         else:
             return NotImplemented
         places = values.new_empty((_MATRIX_AXES, values.shape[0]), dtype=torch.int64)
-        return coordinate_tensor(mode, places, values, tuple(matrix.shape), is_coalesced=True)
+        return coordinate_tensor(mode, (places, values), tuple(matrix.shape), is_coalesced=True)
 
     return {
         aten.sparse_compressed_tensor.comp_plain_value_size: of_parts,
@@ -112,7 +112,7 @@ def _product(place: int) -> Callable[..., Any]:
         found = values.new_empty((min(met, math.prod(shape)),))
         if first.layout is torch.sparse_coo:
             places = found.new_empty((_MATRIX_AXES, found.shape[0]), dtype=torch.int64)
-            return coordinate_tensor(mode, places, found, shape, is_coalesced=True)
+            return coordinate_tensor(mode, (places, found), shape, is_coalesced=True)
         dtype = sparse_parts(first)[0].dtype
         lines = (found.new_empty((size,), dtype=dtype) for size in (shape[0] + 1, found.shape[0]))
         return compressed_tensor(mode, (*lines, found), shape, torch.sparse_csr)
@@ -135,7 +135,7 @@ def _of_one_pattern(mode: Any, func: Any, *args: Any, **options: Any) -> Any:
     parts[-1] = parts[-1] if is_taken else torch.empty_like(parts[-1], dtype=dtype)
     if matrix.layout is torch.sparse_coo:
         shape = tuple(matrix.shape)
-        return coordinate_tensor(mode, *parts, shape, is_coalesced=func is _COALESCE or matrix.is_coalesced())
+        return coordinate_tensor(mode, parts, shape, is_coalesced=func is _COALESCE or matrix.is_coalesced())
     return compressed_tensor(mode, parts, tuple(matrix.shape), matrix.layout)
 
 
@@ -160,7 +160,7 @@ def _sum(mode: Any, func: Any, first: Tensor, second: Any, *_: Any, **__: Any) -
     made = [torch.cat([one, other], -1) for one, other in zip(mine[-2:-1], others[-2:-1], strict=True)]
     values = torch.cat([mine[-1], others[-1]])
     if first.layout is torch.sparse_coo:
-        return coordinate_tensor(mode, *made, values, tuple(first.shape), is_coalesced=False)
+        return coordinate_tensor(mode, (*made, values), tuple(first.shape), is_coalesced=False)
     return compressed_tensor(mode, (torch.empty_like(mine[0]), *made, values), tuple(first.shape), first.layout)
 
 
@@ -169,7 +169,7 @@ def _transposed(mode: Any, _func: Any, matrix: Tensor, *_: Any) -> Any:
     if matrix.layout is not torch.sparse_coo or matrix.dim() != _MATRIX_AXES:
         return NotImplemented
     parts = [torch.empty_like(part) for part in sparse_parts(matrix)]
-    return coordinate_tensor(mode, *parts, tuple(matrix.shape[::-1]), is_coalesced=False)
+    return coordinate_tensor(mode, parts, tuple(matrix.shape[::-1]), is_coalesced=False)
 
 
 def _masked(mode: Any, func: Any, _: Tensor, mask: Tensor) -> Tensor:
@@ -205,7 +205,7 @@ def faked(mode: Any, matrix: Tensor) -> FakeTensor:
     """A real sparse matrix as a fake one with as many values."""
     parts = [mode.fake_tensor_converter.from_real_tensor(mode, _alone(part)) for part in sparse_parts(matrix.detach())]
     if matrix.layout is torch.sparse_coo:
-        return coordinate_tensor(mode, *parts, tuple(matrix.shape), is_coalesced=matrix.is_coalesced())
+        return coordinate_tensor(mode, parts, tuple(matrix.shape), is_coalesced=matrix.is_coalesced())
     return compressed_tensor(mode, parts, tuple(matrix.shape), matrix.layout)
 
 
@@ -216,7 +216,7 @@ def _values_in(matrix: Tensor, block: Sequence[int], assume: Assume) -> int:
         assume("that no number of a matrix that is made sparse is 0, an upper bound,")
         return matrix.numel() // (tall * wide)
     with unset_fake_temporarily():
-        numbers = matrix.constant if isinstance(matrix, FakeTensor) else matrix
+        numbers = cast("Tensor", matrix.constant if isinstance(matrix, FakeTensor) else matrix)
         blocks = numbers.reshape(numbers.shape[0] // tall, tall, numbers.shape[1] // wide, wide)
         return int((blocks != 0).any(3).any(1).sum())
 
@@ -226,17 +226,15 @@ def compressed_tensor(mode: Any, parts: Sequence[Tensor], shape: Sequence[int], 
     with in_kernel_invocation_manager(mode), _torch.sparse.check_sparse_tensor_invariants(False):
         options = {"dtype": parts[-1].dtype, "layout": layout, "device": torch.device("meta")}
         made = aten._sparse_compressed_tensor_unsafe.default(*parts, shape, **options)
-    return cast("FakeTensor", FakeTensor(mode, made, torch.device("cpu")))
+    return FakeTensor(mode, made, torch.device("cpu"))
 
 
-def coordinate_tensor(
-    mode: Any, places: Tensor, values: Tensor, shape: Sequence[int], *, is_coalesced: bool
-) -> FakeTensor:
-    """A fake tensor in coordinate format."""
+def coordinate_tensor(mode: Any, parts: Sequence[Tensor], shape: Sequence[int], *, is_coalesced: bool) -> FakeTensor:
+    """A fake tensor in coordinate format, of its places and values."""
     with in_kernel_invocation_manager(mode), _torch.sparse.check_sparse_tensor_invariants(False):
-        options = {"dtype": values.dtype, "device": torch.device("meta"), "is_coalesced": is_coalesced}
-        made = aten._sparse_coo_tensor_unsafe.default(places, values, shape, **options)
-    return cast("FakeTensor", FakeTensor(mode, made, torch.device("cpu")))
+        options = {"dtype": parts[-1].dtype, "device": torch.device("meta"), "is_coalesced": is_coalesced}
+        made = aten._sparse_coo_tensor_unsafe.default(*parts, shape, **options)
+    return FakeTensor(mode, made, torch.device("cpu"))
 
 
 def _alone(part: Tensor) -> Tensor:

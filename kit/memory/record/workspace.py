@@ -202,10 +202,10 @@ def _transposed_convolution(args: Sequence[Any], out: Tensor) -> int:
     weights, biased = _blocked(weight, 2), args[2] is not None
     if max(args[3]) == 1:
         rounded = _blocked(out)
-        return max((1 + biased) * rounded + _blocked(values) + weights - result, rounded)
+        return int(max((1 + biased) * rounded + _blocked(values) + weights - result, rounded))
     overlaps = biased and max(weight.shape[2:]) > min(args[3])
     sums = 2 * int(values.nbytes) // values.shape[0] + _SUMS_BYTES + (result if overlaps else 0)
-    return max(sums + int(values.nbytes) + weights, (2 if out.shape[1] > 1 else 1) * result)
+    return int(max(sums + int(values.nbytes) + weights, (2 if out.shape[1] > 1 else 1) * result))
 
 
 def _convolution_backward(args: Sequence[Any], out: Any) -> int:
