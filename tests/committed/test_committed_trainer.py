@@ -160,6 +160,7 @@ class AtHand(Callback):
         (AtHand(3), {"size": 3}),
     ],
 )  # fmt: skip
+@pytest.mark.usefixtures("project")
 def test_arguments_are_known_where_the_same_object_comes_of_them(callback, arguments):
     (found,) = recorded(callback)["callbacks"]
     assert found["arguments"] == arguments
@@ -182,6 +183,7 @@ def test_what_is_not_known_is_told_with_a_reason(callback, why):
     assert re.search(why, found["why"])
 
 
+@pytest.mark.usefixtures("project")
 @pytest.mark.parametrize(
     "arguments", [{"api_key": "swordfish"}, {"tracking_uri": "https://me:swordfish@tracking.example"}]
 )

@@ -71,25 +71,25 @@ def test_a_callback_is_named_with_its_line_and_loader_processes_tell_what_they_d
 
 
 class Wide(TinyModule):
-    """A step that makes and frees 16 MiB several times."""
+    """A step that makes and frees 16 MiB sixteen times, of which glibc gives back at least one."""
 
     def training_step(self, batch, batch_idx):
-        for value in range(4):
+        for value in range(16):
             torch.full((1 << 22,), float(value))
         return super().training_step(batch, batch_idx)
 
 
-@pytest.mark.skipif(not hasattr(__import__("resource"), "RUSAGE_THREAD"), reason="this system does not tell")
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells, and only glibc gives back")
 def test_memory_given_back_costs_page_faults_unless_it_is_kept(config):
     faults = {}
     for keep in (False, True):
-        asked = config(max_steps=12, warmup_steps=4).replace({"hardware.keep_freed_memory": keep})
+        asked = config(max_steps=40, warmup_steps=20).replace({"hardware.keep_freed_memory": keep})
         trial = kit.fit(asked, Wide, DataLoader(InPython(), batch_size=2)).wait()
-        host, steps_of = trial.event("host_watched"), 8
-        faults[keep] = host["page_faults_per_second"] * host["seconds"] / steps_of
+        host = trial.event("host_watched")
+        faults[keep] = host["page_faults_per_second"] * host["seconds"] / 20
         assert 0 <= host["system_fraction"] < 1
     assert faults[False] > (1 << 24) / 4096 / 2
-    assert faults[True] < 0.6 * faults[False]
+    assert faults[True] < faults[False] / 4
 
 
 def test_anomaly_detection_is_seen(config):

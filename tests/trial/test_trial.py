@@ -199,7 +199,7 @@ def test_a_module_beside_the_notebook_is_imported_afresh_by_each_trial(config, t
         ("kit.testing:TinyModul", DATA, {}, TargetError, "did you mean"),
         (MODULE, "kit.nowhere:Data", {}, TargetError, "kit.nowhere"),
         (TinyModule, DATA, {"model.arguments": {"hidth": 1}}, ConfigError, r"model\.arguments: class TinyModule"),
-        (lambda: threading.Lock(), threading.Lock(), {}, ConfigError, "data: lock .*sent"),
+        (lambda: threading.Lock(), threading.Lock(), {}, ConfigError, "data: lock is .*data set"),
         (MODULE, DATA, {"hardware.accelerator": "gpu"}, HardwareError, "GPU"),
         (
             MODULE,
