@@ -71,11 +71,11 @@ def test_a_callback_is_named_with_its_line_and_loader_processes_tell_what_they_d
 
 
 class Wide(TinyModule):
-    """A step that makes and frees 16 MiB sixteen times, of which glibc gives back at least one."""
+    """A step that makes and frees 40 MiB twice: from 32 MiB on glibc always gives them back."""
 
     def training_step(self, batch, batch_idx):
-        for value in range(16):
-            torch.full((1 << 22,), float(value))
+        for value in range(2):
+            torch.full((10 << 20,), float(value))
         return super().training_step(batch, batch_idx)
 
 
@@ -88,7 +88,7 @@ def test_memory_given_back_costs_page_faults_unless_it_is_kept(config):
         host = trial.event("host_watched")
         faults[keep] = host["page_faults_per_second"] * host["seconds"] / 20
         assert 0 <= host["system_fraction"] < 1
-    assert faults[False] > (1 << 24) / 4096 / 2
+    assert faults[False] > 10 << 10
     assert faults[True] < faults[False] / 4
 
 
