@@ -170,6 +170,7 @@ class Flow(Loop):
 
 
 def language_model(configuration: Configuration) -> Loop:
+    name_operators_of_torchvision()
     from transformers import LlamaConfig, LlamaForCausalLM
 
     shape = dict(configuration["shape"])
@@ -178,6 +179,7 @@ def language_model(configuration: Configuration) -> Loop:
 
 
 def decoder(configuration: Configuration) -> Loop:
+    name_operators_of_torchvision()
     from transformers import LlamaConfig, LlamaForCausalLM
 
     dtype = getattr(torch, configuration["dtype"])
@@ -186,6 +188,7 @@ def decoder(configuration: Configuration) -> Loop:
 
 
 def flow_model(configuration: Configuration) -> Loop:
+    name_operators_of_torchvision()
     from diffusers import Flux2Transformer2DModel
 
     model = Flux2Transformer2DModel(**configuration["shape"]).to(torch.bfloat16)
@@ -205,6 +208,7 @@ def adapted(model: Any, configuration: Configuration) -> Any:
 
 
 def classifier(configuration: Configuration) -> Loop:
+    name_operators_of_torchvision()
     from transformers import BertConfig, BertForPreTraining, BertForQuestionAnswering, BertForSequenceClassification
 
     shape = BertConfig(**configuration["shape"], attn_implementation="eager")
@@ -224,6 +228,8 @@ def name_operators_of_torchvision() -> None:
     """
     try:
         import torchvision  # noqa: F401
+    except ModuleNotFoundError:
+        return
     except RuntimeError:
         for name in ("nms", "qnms"):
             operator = f"torchvision::{name}"
