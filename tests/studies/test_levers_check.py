@@ -86,7 +86,7 @@ def test_levers_alone_do_not_build_on_each_other(config):
     assert not check.steps[2].config.levers.gradient_checkpointing
 
 
-@pytest.mark.parametrize(("levers", "words"), [(["magic"], "'magic' .*none of"), ([], "no levers")])
+@pytest.mark.parametrize(("levers", "words"), [(["magic"], "'magic' .*there are"), ([], "no levers")])
 def test_unknown_levers_and_empty_lists_of_levers_are_refused(config, levers, words):
     with pytest.raises(ConfigError, match=words):
         kit.studies.verify_levers(config(), model, data, levers=levers)
