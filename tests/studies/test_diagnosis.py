@@ -153,6 +153,12 @@ def test_figures_of_a_busy_machine_are_said_to_be_so():
     assert judge(quiet, source(quiet)).notes == ()
 
 
+def test_python_in_the_data_is_named_on_a_busy_machine_too():
+    waits = {"shares": shares(wait=0.6), "thread_cores": 0.4}
+    assert "Python in the data" in names(evidence(**waits, queued_fraction=0.4))
+    assert "Python in the data" not in names(evidence(**waits, queued_fraction=0.0))
+
+
 @pytest.mark.parametrize("name", FAULTS)
 def test_each_fault_is_found_and_named(name):
     assert name in names(FAULTS[name])

@@ -225,10 +225,11 @@ class Evidence:
 
     @property
     def busy_wait_fraction(self) -> float | None:
-        """Of the wait for data, the part in which the training thread itself computed (a bound from its CPU time)."""
+        """Of the wait for data, the part in which the training thread itself computed, or queued for a core to do so (a
+        bound from its CPU time)."""
         if self.thread_cores is None or not self.wait_seconds > 0:
             return None
-        idle = max(0.0, 1 - self.thread_cores)
+        idle = max(0.0, 1 - self.thread_cores - (self.queued_fraction or 0.0))
         return max(0.0, 1 - idle / self.shares["wait"])
 
 
