@@ -186,10 +186,10 @@ def _recorded(path: str) -> Iterator[None]:
     made: list[tuple[str, int | None, int | None]] = []
     send = HttpClient._send
 
-    def listening(self: HttpClient, asked: Get) -> None:
+    def listening(self: HttpClient, asked: Get, *more: Any) -> None:
         prefix = self._url.partition("://")[2].partition("/")[2]
         made.append((f"{prefix}/{asked.key}", asked.first, asked.last))
-        send(self, asked)
+        send(self, asked, *more)
 
     HttpClient._send = listening  # type: ignore[method-assign]
     try:
