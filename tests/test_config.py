@@ -11,8 +11,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kit.config import Config, project_folder, read_yaml, resolve_path, write_yaml
+from kit.config import Config, project_folder, resolve_path
 from kit.errors import ConfigError
+from kit.yaml_text import read_yaml, write_yaml
 
 PLAIN = st.none() | st.booleans() | st.integers(-(2**60), 2**60) | st.floats(allow_nan=False, allow_infinity=False)
 TEXT = st.text(st.characters(exclude_categories=("Cs", "Cc")), max_size=20)

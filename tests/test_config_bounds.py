@@ -11,8 +11,9 @@ from properties import examples, nightly
 from ruamel.yaml.constructor import SafeConstructor
 from ruamel.yaml.parser import Parser
 
-from kit.config import LARGEST_WHOLE, Config
+from kit.config import Config
 from kit.errors import ConfigError
+from kit.sections import LARGEST_WHOLE
 
 FIELDS = [info.path for info in Config.fields()]
 HUGE = (10**400, -(10**400), math.inf, -math.inf, math.nan)

@@ -13,10 +13,10 @@ import numpy as np
 import pytest
 
 import kit
-from kit.config import read_yaml
 from kit.data.build.source import VariableSpec
 from kit.memory.replay.replay import Recording
 from kit.targets import load_target
+from kit.yaml_text import read_yaml
 
 KEPT = Path(__file__).parent / "kept"
 

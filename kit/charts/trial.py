@@ -34,13 +34,13 @@ import numpy as np
 from kit.charts import style as look
 from kit.committed.run import CommittedRun
 from kit.config import Config
-from kit.config import Trial as TrialSettings
 from kit.errors import ConfigError, Problem, TrialError
 from kit.events import Event
 from kit.memory.replay.estimate import MemoryEstimate
 from kit.records.ratios import SpeedRange
 from kit.records.timing import Timing, rounded_shares, timing
 from kit.records.trace import PHASE_LABELS, PHASES, MemoryInfo, ThroughputInfo, Trace, losses_of, trace_of
+from kit.sections import Trial as TrialSettings
 from kit.trial.trial import Trial
 from kit.units import format_bytes, format_count
 

@@ -29,9 +29,10 @@ from typing_extensions import override
 from kit.checkpoints.downloading import download_once
 from kit.checkpoints.parts import Signature, saved_at, signature
 from kit.checkpoints.uploading import BundleStore, SourceChanged, Upload
-from kit.config import Checkpoint, resolve_path
+from kit.config import resolve_path
 from kit.data.stores.url import redact, resolve_url
 from kit.errors import KitWarning, StoreError
+from kit.sections import Checkpoint
 from kit.units import format_seconds
 
 _DEFAULTS = Checkpoint()

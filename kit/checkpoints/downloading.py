@@ -28,7 +28,7 @@ from zarr.core.buffer import default_buffer_prototype
 
 from kit.checkpoints.parts import LIST_NAME, Bundle, signature, spans
 from kit.checkpoints.uploading import latest_bundle, run_all
-from kit.config import Checkpoint, resolve_path
+from kit.config import resolve_path
 from kit.data.stores.local import check_names, make_file
 from kit.data.stores.lock import turn_at
 from kit.data.stores.url import (
@@ -43,6 +43,7 @@ from kit.data.stores.url import (
 )
 from kit.errors import CorruptChunkError, MissingChunkError, StoreError
 from kit.json_text import read_json
+from kit.sections import Checkpoint
 from kit.units import format_bytes
 
 if TYPE_CHECKING:

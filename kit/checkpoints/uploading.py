@@ -40,7 +40,6 @@ from kit.checkpoints.parts import (
     signature,
     spans,
 )
-from kit.config import Checkpoint
 from kit.data.stores.local import check_names
 from kit.data.stores.url import (
     delete_object,
@@ -55,6 +54,7 @@ from kit.data.stores.url import (
     write_object,
 )
 from kit.errors import StoreError
+from kit.sections import Checkpoint
 from kit.units import format_bytes, format_seconds
 
 if TYPE_CHECKING:

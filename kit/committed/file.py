@@ -27,7 +27,7 @@ from kit.arguments import takes_config
 from kit.committed.job import make_job, write_drafts
 from kit.committed.run import CommittedRun, LaunchLines
 from kit.committed.yaml import Job, committed_yaml
-from kit.config import Config, project_folder, read_yaml, resolve_path
+from kit.config import Config, project_folder, resolve_path
 from kit.errors import ConfigError, Problem
 from kit.json_text import read_json
 from kit.machine.machine import hardware
@@ -36,6 +36,7 @@ from kit.tables import FRAME, html_list
 from kit.train.choices import asked_stages
 from kit.trial.submit import versions
 from kit.trial.trial import Trial
+from kit.yaml_text import read_yaml
 
 Slurm = Literal["", "torchrun", "python"]
 _GIT_SECONDS = 20

@@ -22,7 +22,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from kit.config import COMMITTED, Config
+from kit.config import Config
 from kit.train.choices import (
     Entry,
     entry,
@@ -32,6 +32,7 @@ from kit.train.choices import (
     strategy_entry,
     upload_entries,
 )
+from kit.yaml_text import COMMITTED
 
 _WORD = re.compile(r"[A-Za-z_/][A-Za-z0-9_./-]*|[0-9]+-[a-z]+")
 _NO_WORD = {"y", "n", "yes", "no", "on", "off", "true", "false", "null", "nan", "inf"}

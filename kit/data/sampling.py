@@ -22,9 +22,10 @@ from kit.errors import ConfigError, Problem, did_you_mean
 from kit.units import format_bytes
 
 if TYPE_CHECKING:
-    from kit.config import Config, Data
+    from kit.config import Config
     from kit.data.dataset import Dataset
     from kit.data.variables import ArrayInfo
+    from kit.sections import Data
 
 _LONGER = 1.5
 """A step of a coordinate over the usual one, from which on it is a gap."""

@@ -42,7 +42,7 @@ from kit.units import format_bytes
 
 if TYPE_CHECKING:
     from kit.config import Config
-    from kit.config import Hardware as HardwareSection
+    from kit.sections import Hardware as HardwareSection
 
 _UNLIMITED_BYTES = 1 << 60
 """Version 1 writes "no limit" as a number about this large."""
@@ -241,7 +241,7 @@ class Machine:
     @property
     def auto(self) -> Resolved:
         """What a config that leaves everything on auto gets here."""
-        from kit.config import Hardware
+        from kit.sections import Hardware
 
         return resolve_devices(Hardware(), self)
 

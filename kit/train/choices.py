@@ -18,8 +18,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Literal
 
-from kit.config import Checkpoint, Config, Hardware, Training, paths_of
+from kit.config import Config, paths_of
 from kit.errors import ConfigError, Problem, did_you_mean
+from kit.sections import Checkpoint, Hardware, Training
 
 _MIB = 1 << 20
 ESCALATION = (

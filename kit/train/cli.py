@@ -47,12 +47,13 @@ from typing_extensions import override
 from kit.checkpoints.downloading import fetch_checkpoint
 from kit.checkpoints.parts import saved_at, signature
 from kit.checkpoints.uploading import latest_bundle
-from kit.config import COMMITTED, Config, committed_text, read_yaml
+from kit.config import Config
 from kit.errors import ConfigError, HardwareError, KitError, Problem, StoreError, TargetError, first_line
 from kit.targets import find_target, signature_of
 from kit.train.choices import Entry
 from kit.train.one_lightning import use_one_lightning
 from kit.train.rendezvous import meet_here
+from kit.yaml_text import COMMITTED, committed_text, read_yaml
 
 _STRICT = {"exit_on_error": False}
 

@@ -18,9 +18,10 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch.utils.data import DataLoader, Dataset
 from typing_extensions import override
 
-from kit.config import Config, Loader
+from kit.config import Config
 from kit.data.patches.module import ConfiguredData
 from kit.errors import ConfigError, Problem
+from kit.sections import Loader
 from kit.targets import load_target
 
 

@@ -47,9 +47,10 @@ from lightning.pytorch.strategies import ModelParallelStrategy, Strategy
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from typing_extensions import override
 
-from kit.config import Config, Hardware
+from kit.config import Config
 from kit.errors import ConfigError, HardwareError, KitWarning, Problem
 from kit.events import EventWriter
+from kit.sections import Hardware
 from kit.train.callbacks import WholeEpochs
 from kit.train.choices import Stage, asked_stages, length_of, strategy_entry, validates_by
 from kit.train.fsdp import check_shards

@@ -15,12 +15,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from properties import examples
 
-from kit.config import Cache, Config
+from kit.config import Config
 from kit.data.build.build import build
 from kit.data.build.open_source import load_source
 from kit.data.stores.disk_cache import WHOLE, MemoryCache, ReadCache, SharedFolder
 from kit.data.stream.engine import Engine
 from kit.errors import ConfigError, KitWarning
+from kit.sections import Cache
 
 FILLER = Path(__file__).with_name("cache_filler.py")
 

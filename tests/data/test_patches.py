@@ -17,7 +17,6 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.strategies import DDPStrategy
 from waiting import PATIENCE_SECONDS
 
-from kit.config import Loader
 from kit.data.build.build import build
 from kit.data.open_dataset import open_dataset
 from kit.data.patches.loader import PatchLoader, seed_process
@@ -25,6 +24,7 @@ from kit.data.patches.module import PatchData
 from kit.data.sampling import sample_plan
 from kit.data.stream.engine import Engine
 from kit.errors import ConfigError, CorruptChunkError
+from kit.sections import Loader
 
 QUIET = {
     "accelerator": "cpu", "logger": False, "enable_checkpointing": False, "enable_progress_bar": False,

@@ -12,13 +12,13 @@ from properties import at_night, crossed
 from zarr_stores import AsyncStore, seen_through, write_array
 
 from kit.chunks.resources import OPENING_BYTES
-from kit.config import Loader
 from kit.data.open_dataset import open_dataset
 from kit.data.patches.loader import PatchLoader
 from kit.data.samples import SamplePlan
 from kit.data.stream.engine import Engine
 from kit.data.stream.memory import batch_bytes, largest_chunk_bytes
 from kit.errors import ConfigError
+from kit.sections import Loader
 
 SHAPE, CHUNK, PATCH = (64, 256, 256), (1, 64, 64), (1, 32, 32)
 DATA_BYTES = 64 * 256 * 256 * 4

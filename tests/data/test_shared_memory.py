@@ -12,11 +12,12 @@ import pytest
 import zarr
 
 import kit
-from kit.config import Config, Loader
+from kit.config import Config
 from kit.data.patches.module import PatchData
 from kit.data.stream import memory
 from kit.data.stream.memory import needed_bytes, refuse_too_little
 from kit.errors import ConfigError
+from kit.sections import Loader
 
 MIB = 1 << 20
 

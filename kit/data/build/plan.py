@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from kit.arguments import takes_config
-from kit.config import Build, Config
+from kit.config import Config
 from kit.data.build.layout import plan_chunks
 from kit.data.build.open_source import load_source
 from kit.data.build.rechunk import Grouping, Recut, TwoPasses, group_regions, intermediate_chunk, two_passes
@@ -22,6 +22,7 @@ from kit.data.build.shards import ArrayWriter, Blueprint, ShardGroup, make_bluep
 from kit.data.build.source import Source, chunk_of
 from kit.errors import BuildError
 from kit.machine.machine import share
+from kit.sections import Build
 from kit.tables import html_list
 from kit.units import format_bytes, format_count
 

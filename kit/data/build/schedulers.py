@@ -33,9 +33,10 @@ from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from typing import Any, Literal
 
-from kit.config import Build, Config
+from kit.config import Config
 from kit.errors import BuildError, ConfigError, PlanError, Problem
 from kit.machine.machine import hardware, resolve_devices, share
+from kit.sections import Build
 from kit.tables import html_list, html_table, html_warnings, text_table
 from kit.units import format_bytes, parse_bytes, plural
 

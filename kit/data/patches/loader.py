@@ -35,7 +35,6 @@ from typing_extensions import override
 
 from kit.chunks.requests import Coalescing
 from kit.chunks.resources import HOLES_SHARE
-from kit.config import Loader
 from kit.data.dataset import Dataset
 from kit.data.epochs import mixing
 from kit.data.samples import SamplePlan
@@ -48,6 +47,7 @@ from kit.data.stream.memory import Arrays, batch_bytes, largest_chunk_bytes
 from kit.data.variables import ArrayInfo
 from kit.errors import ConfigError, KitWarning, Problem
 from kit.machine.processes import die_with, note_process, shorten_socket_paths
+from kit.sections import Loader
 from kit.units import format_bytes
 
 Batch = TypeVar("Batch")

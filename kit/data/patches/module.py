@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 from lightning.pytorch import LightningDataModule
 from typing_extensions import override
 
-from kit.config import Config, Loader
+from kit.config import Config
 from kit.data.build.layout import network_of
 from kit.data.dataset import Dataset
 from kit.data.open_dataset import open_dataset
@@ -32,6 +32,7 @@ from kit.data.splits import Part
 from kit.data.stores.disk_cache import ReadCache
 from kit.data.stores.url import redact
 from kit.errors import ConfigError
+from kit.sections import Loader
 
 if TYPE_CHECKING:
     from kit.data.dataset import XarrayObject

@@ -34,7 +34,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from kit.chunks.resources import DiskRates
-from kit.config import Config, Loader
+from kit.config import Config
 from kit.data.epochs import Segment
 from kit.data.patches.loader import EpochLoader, EpochStream, pins, shared
 from kit.data.patches.module import ConfiguredData, loader_settings
@@ -46,6 +46,7 @@ from kit.data.stream import memory
 from kit.data.stream.engine import Spans
 from kit.errors import ConfigError, Problem
 from kit.machine.processes import disk_read_bytes
+from kit.sections import Loader
 from kit.units import format_bytes
 
 RowBatch = tuple[Tensor, Tensor]

@@ -30,7 +30,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from typing_extensions import override
 
-from kit.config import Loader, near
+from kit.config import near
 from kit.data.dataset import Dataset
 from kit.data.open_dataset import open_dataset
 from kit.data.rows.page_cache import LimitedTable, MappedTable, Table, gather, name_of, plain_dtype, table_of, tensor_of
@@ -39,6 +39,7 @@ from kit.data.stores.url import local_folder, open_store, redact, resolve_url, s
 from kit.data.stream.engine import Engine
 from kit.data.variables import ArrayInfo
 from kit.errors import KitWarning, MissingRowsError, RowsError, StoreError, first_line
+from kit.sections import Loader
 
 
 class RowSource(ABC):

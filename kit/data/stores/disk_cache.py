@@ -39,10 +39,11 @@ import google_crc32c
 import numpy as np
 from numpy.typing import NDArray
 
-from kit.config import Cache, resolve_path
+from kit.config import resolve_path
 from kit.data.stores.manifest import crc32c
 from kit.data.stores.transfer import Octets, octets
 from kit.errors import KitWarning
+from kit.sections import Cache
 
 Eviction = Literal["lru", "none"]
 Span = tuple[int | None, int | None]

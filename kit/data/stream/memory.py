@@ -24,12 +24,12 @@ from zarr.abc.store import Store
 
 from kit.chunks.access import VALUE_BYTES
 from kit.chunks.requests import Coalescing
-from kit.config import Loader
 from kit.data.dataset import Dataset
 from kit.data.stores.disk_cache import ReadCache
 from kit.data.stream.scatter import Packing
 from kit.data.variables import ArrayInfo
 from kit.errors import ConfigError, Problem
+from kit.sections import Loader
 from kit.units import format_bytes
 
 

@@ -24,11 +24,13 @@ from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import BaseModel, BeforeValidator, Field, ValidationError
 
-from kit.config import Bytes, Names, Section, near, read_yaml, resolve_path, setting, write_yaml
+from kit.config import near, resolve_path
 from kit.data.tables.duckdb import DuckDBDatabase, ParquetDatabase
 from kit.data.tables.postgres import PostgresDatabase
 from kit.data.tables.table import Database, DatabaseTable
 from kit.errors import ConfigError, Problem, did_you_mean
+from kit.sections import Bytes, Names, Section, setting
+from kit.yaml_text import read_yaml, write_yaml
 
 _DUCKDB = (".duckdb", ".ddb", ".db")
 _YAML = (".yaml", ".yml")

@@ -29,11 +29,12 @@ import torch
 from lightning.pytorch import LightningDataModule
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 
-from kit.config import Config, Loader
+from kit.config import Config
 from kit.data.patches.module import PatchData
 from kit.data.rows.loader import RowData
 from kit.data.stores.url import redact
 from kit.errors import ConfigError, Problem
+from kit.sections import Loader
 from kit.studies.calibration.rules import (
     LEAST_SECONDS,
     PARAMETERS,

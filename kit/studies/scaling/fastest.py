@@ -25,7 +25,7 @@ from typing import Any
 
 import numpy as np
 
-from kit.config import Config, Levers
+from kit.config import Config
 from kit.errors import KitError, PlanError
 from kit.memory.alongside import fit
 from kit.memory.prediction import estimate_here
@@ -39,6 +39,7 @@ from kit.memory.replay.replay import Recording
 from kit.memory.replay.scaling import BatchScaling
 from kit.records.row import row_of_trial
 from kit.registry import Drawable
+from kit.sections import Levers
 from kit.speed.card_costs import CardCosts, card_of
 from kit.speed.measure import table_here
 from kit.speed.operators import step_of

@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 
 import kit
-from kit.charts import batch as module
-from kit.charts.batch import batch_figure, batch_map
+from kit.charts import maps as module
+from kit.charts.maps import batch_figure, batch_map
 from kit.data.sampling import sample_plan
 from kit.data.stream.engine import Engine
 from kit.errors import StoreError

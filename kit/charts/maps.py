@@ -1,8 +1,10 @@
-"""One batch on the map: where its patches lie, and which chunks must be read for them.
+"""Maps of an array. Of one batch: where its patches lie, and which chunks must be read for them.
 
 The background is the first variable of the store on its last two dimensions, at the other offsets of the batch's first
 patch; patches may lie at any of those. Two steps: `batch_map` reads what is drawn, `batch_figure` draws it. An array
 too large to draw is cut to a window around the first patch, so that a terabyte costs no more than a megabyte.
+
+`split_figure` draws the parts of an array: what is trained on, validated on and tested on, and what lies between them.
 """
 
 from __future__ import annotations
@@ -14,10 +16,11 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from kit.charts.style import INK, PAPER, VERMILION, add_axes, drawing, figure
+from kit.charts.style import BLUE, GREEN, INK, ORANGE, PAPER, VERMILION, add_axes, drawing, figure
 from kit.config import Config
 from kit.data.open_dataset import open_dataset
 from kit.data.sampling import sample_plan
+from kit.data.splits import PARTS, Split
 from kit.data.stream.engine import Engine
 from kit.data.stream.scatter import chunk_uses
 from kit.errors import PlanError
@@ -29,6 +32,11 @@ if TYPE_CHECKING:
 LARGEST_SIDE = 1024
 """Elements drawn along each side, at most."""
 _WIDTH_INCHES = 7.2
+_COLOURS = (BLUE, ORANGE, GREEN)
+_NAMES = ("training", "validation", "test")
+_BETWEEN = "#d9d9d9"
+_MOST_PIXELS = 600
+"""Along each side of the parts that are drawn."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -146,3 +154,68 @@ def _draw_patches(axes: Axes, drawn: BatchMap) -> None:
     for at_y, at_x in drawn.patches:
         axes.add_patch(Rectangle((at_x, at_y), width, height, fill=False, edgecolor=PAPER, linewidth=2.6))
         axes.add_patch(Rectangle((at_x, at_y), width, height, fill=False, edgecolor=VERMILION, linewidth=1.4))
+
+
+def split_figure(split: Split) -> Figure:
+    """A map of the parts along the two dimensions that are cut into most regions; along one, where only one is cut.
+
+    Elements that the guard leaves out are grey. Along other dimensions that are cut, the first regions are shown.
+    """
+    cut = sorted(range(len(split.dims)), key=lambda axis: -split.regions.shape[axis])
+    shown = sorted(axis for axis in cut[:2] if split.regions.shape[axis] > 1)
+    height = 4.4 if len(shown) == 2 else 1.9
+    parts = _raster(split, shown)
+    extents = [split.shape[axis] for axis in shown]
+    chart = figure(_WIDTH_INCHES, height)
+    others = [split.dims[axis] for axis in cut if split.regions.shape[axis] > 1 and axis not in shown]
+    title = split.sentence.split("; cut")[0].split("; training")[0]
+    if others:
+        title += f" (first regions along {', '.join(others)})"
+    across = split.dims[shown[-1]]
+    axes = add_axes(
+        chart, (0.09, 0.62 / height, 0.88, (height - 1.35) / height), title=title, x=f"{across}, element",
+        y=f"{split.dims[shown[0]]}, element" if len(shown) == 2 else "", grid="",
+    )  # fmt: skip
+    with drawing():
+        from matplotlib.colors import ListedColormap
+        from matplotlib.patches import Patch
+
+        axes.imshow(
+            parts, cmap=ListedColormap([_BETWEEN, *_COLOURS]), vmin=-1, vmax=2, origin="lower", aspect="auto",
+            interpolation="nearest", extent=(0, extents[-1], 0, extents[0] if len(shown) == 2 else 1),
+        )  # fmt: skip
+        if len(shown) < 2:
+            axes.set_yticks([])
+        keys = [
+            Patch(facecolor=_COLOURS[number], label=f"{_NAMES[number]} {split.fractions[part]:.0%}")
+            for number, part in enumerate(PARTS)
+            if split.fractions[part]
+        ]
+        keys += [Patch(facecolor=_BETWEEN, label="left out between parts")] if (parts < 0).any() else []
+        axes.legend(
+            handles=keys, loc="lower left", bbox_to_anchor=(0, 1.0 + 0.24 / (height - 1.35)), ncols=4, borderpad=0
+        )
+        axes.set_title(title, pad=6)
+    return chart
+
+
+def _raster(split: Split, shown: list[int]) -> NDArray[np.int8]:
+    """The part of each element that is drawn, -1 where none may be touched."""
+    sizes = [split.shape[axis] for axis in shown]
+    sampled = [np.unique(np.linspace(0, size - 1, min(size, _MOST_PIXELS)).astype(np.int64)) for size in sizes]
+    found = np.full([len(places) for places in sampled], -1, np.int8)
+    ones = (1,) * len(split.dims)
+    for number, part in enumerate(PARTS):
+        if not split.fractions[part]:
+            continue
+        places = split.allowed(part, ones, ones)
+        if places is None:
+            (origin, shape), (axis,) = split.extent(part), shown
+            inside = (sampled[0] >= origin[axis]) & (sampled[0] < origin[axis] + shape[axis])
+        else:
+            index = [np.zeros(1, np.int64)] * len(ones)
+            for axis, elements in zip(shown, sampled, strict=True):
+                index[axis] = np.searchsorted(places.starts[axis], elements, "right") - 1
+            inside = (places.weights[np.ix_(*index)] > 0).reshape(found.shape)
+        found[inside] = number
+    return found if len(shown) == 2 else found.reshape(1, -1)
