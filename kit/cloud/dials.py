@@ -101,10 +101,7 @@ class Dials:
             if name == "faults" and isinstance(value, Mapping):
                 changes[name] = {str(kind): share for kind, share in value.items()}
             if name in _SIZES and isinstance(value, str):
-                try:
-                    changes[name] = parse_bytes(value)
-                except ValueError as error:
-                    raise ConfigError([Problem(name, str(error))], "simulated cloud") from None
+                changes[name] = parse_bytes(value, f"simulated cloud: {name}")
         return replace(self, **changes)
 
     def to_dict(self) -> dict[str, Any]:

@@ -33,6 +33,7 @@ from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from typing import Any, Literal
 
+from kit.arguments import checks_arguments
 from kit.config import Build, Config
 from kit.errors import BuildError, ConfigError, PlanError, Problem
 from kit.machine.machine import hardware, resolve_devices, share
@@ -312,6 +313,7 @@ class Schedule:
         return table + html_warnings(self.warnings) + html_list(self.reasons)
 
 
+@checks_arguments
 def advise_schedule(
     config: Config | None = None,
     *,
@@ -342,10 +344,7 @@ def advise_schedule(
         >>> len(schedule.reasons) > 0
         True
     """
-    try:
-        memory_bytes = None if memory_bytes is None else parse_bytes(memory_bytes)
-    except ValueError as error:
-        raise PlanError(f"memory_bytes: {error}") from None
+    memory_bytes = None if memory_bytes is None else parse_bytes(memory_bytes, "memory_bytes")
     cores = share().cores if cores is None else cores
     memory_bytes = share().memory_bytes if memory_bytes is None else memory_bytes
     if ranks is None:

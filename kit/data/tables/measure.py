@@ -33,6 +33,7 @@ import cloudpickle
 import numpy as np
 
 import kit
+from kit.arguments import checks_arguments
 from kit.config import Config
 from kit.data.tables.cache import CachedSource
 from kit.data.tables.chunks import (
@@ -125,8 +126,8 @@ class QueryCheck(Drawable):
             client_bytes: Allowed in the reader's process, on top of its libraries; None for any.
             database_bytes: Allowed in the database; None for any.
         """
-        client = None if client_bytes is None else parse_bytes(client_bytes)
-        database = None if database_bytes is None else parse_bytes(database_bytes)
+        client = None if client_bytes is None else parse_bytes(client_bytes, "client_bytes")
+        database = None if database_bytes is None else parse_bytes(database_bytes, "database_bytes")
         limits = " and ".join(
             f"{format_bytes(allowed)} {where}"
             for allowed, where in ((client, "here"), (database, "in the database"))
@@ -208,6 +209,7 @@ def _ratio(measured: int | None, predicted: int | None) -> float | None:
     return measured / predicted if measured is not None and predicted else None
 
 
+@checks_arguments
 def measure_queries(
     source: TableSource,
     config: Config | None = None,
