@@ -38,7 +38,7 @@ from kit.speed.operators import StepOperators, shared_step, step_of, why_not_sha
 from kit.speed.pricing import Bound, Costs, StepTime, price
 from kit.tables import html_list, text_table
 from kit.trial.directory import RunPaths
-from kit.trial.payload import batch_rule
+from kit.trial.payload import batch_rule, warn_of_unused
 from kit.units import format_count, format_seconds
 
 _FULL_BYTES, _HALF_BYTES = 4, 2
@@ -99,6 +99,7 @@ def predict_speed(
         config = config.replace({"hardware.devices": devices})
     query, target = make_query(module, data, config, device, devices)
     batch_rule(query.data, query.config).warn()
+    warn_of_unused(query.module, query.config)
     recording, strategy, why = _recorded(query, target, timeout_seconds)
     reasons += why
     costs: Costs
