@@ -101,7 +101,10 @@ class Dials:
             if name == "faults" and isinstance(value, Mapping):
                 changes[name] = {str(kind): share for kind, share in value.items()}
             if name in _SIZES and isinstance(value, str):
-                changes[name] = parse_bytes(value, f"simulated cloud: {name}")
+                try:
+                    changes[name] = parse_bytes(value, name)
+                except ConfigError as error:
+                    raise ConfigError(error.problems, "simulated cloud") from None
         return replace(self, **changes)
 
     def to_dict(self) -> dict[str, Any]:

@@ -338,6 +338,7 @@ def advise_schedule(
 
     Raises:
         PlanError: for less than one core, rank or byte.
+        ConfigError: for memory that is no size.
 
     Example:
         >>> schedule = kit.data.advise_schedule(cores=16, ranks=4, memory_bytes="128 GiB")
