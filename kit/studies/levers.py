@@ -356,7 +356,7 @@ def verify_sequences(
     """
     asked: Any = lengths  # by a user, who may give anything
     listed = set(asked) if isinstance(asked, Iterable) else {asked}
-    if len(listed) < 2 or not all(isinstance(one, Integral) and one > 0 for one in listed):
+    if len(listed) < 2 or not all(isinstance(one, Integral) and int(one) > 0 for one in listed):
         message = f"{lengths!r} cannot be compared; give two or more whole numbers of positions, 1 or more each"
         raise ConfigError([Problem("lengths", message)])
     ordered = tuple(sorted(map(int, listed)))

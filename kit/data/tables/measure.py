@@ -148,7 +148,8 @@ class QueryCheck(Drawable):
         count = self.model.smallest(None if client is None else int(client / scale), database)
         most = max((setting.count for setting in self.settings if setting.seconds is not None), default=0)
         if count is None or count <= most:
-            least = format_bytes(scale * self.model.client_bytes(max(1, self.model.rows)))
+            known = (each.measured_client_bytes for each in self.settings if each.measured_client_bytes)
+            least = format_bytes(min([scale * self.model.client_bytes(max(1, self.model.rows)), *known]))
             reason = f"no number of query chunks is known to stay within {limits}: the fewest rows need {least} here"
             return QueryAdvice(count=None, reason=f"{reason}; allow more")
         needed = format_bytes(scale * self.model.client_bytes(count))
