@@ -330,7 +330,7 @@ def _fitting(dial: Dial, value: Any) -> float:
     """The value as the argument takes it."""
     kind = numbers.Integral if dial.whole else numbers.Real
     if not isinstance(value, bool) and isinstance(value, kind) and 0 < float(value) < math.inf:
-        return int(value) if dial.whole else float(value)
+        return int(float(value)) if dial.whole else float(value)
     problem = f"{value!r} is no {dial.kind}; give a {'whole number from 1 on' if dial.whole else 'number above 0'}"
     raise ConfigError([Problem(f"{MODEL_ARGUMENTS}.{dial.name}", problem)])
 
