@@ -80,6 +80,7 @@ from kit.memory.record.batches import (
 from kit.memory.record.fake_mode import FakeMode, imports_with_numbers, rules_found_once
 from kit.memory.record.fakes import FakeValues, fake_values, saving_shapes
 from kit.memory.record.recorder import BlockRecorder, Observer
+from kit.memory.record.value_sizes import WRITTEN
 from kit.memory.record.workspace import Workspaces, eight_bit_on_fakes
 from kit.memory.replay.replay import UPPER_BOUND, Recording
 from kit.memory.replay.snapshot import line_of
@@ -237,7 +238,7 @@ def _recorded(
 ) -> Recording:  # fmt: skip
     on_gpu = run.device_kind == "cuda"
     workspaces = Workspaces((run.capability or _CAPABILITY) if on_gpu else None)
-    recorder = BlockRecorder(workspaces, FINITE_CHECKS, check)
+    recorder = BlockRecorder(workspaces, VALUE_CHECKS, check)
     with recorder:
         answers.progress = recorder.progress
         module = make_module()
@@ -578,6 +579,21 @@ A module that stops at a loss that is not finite must not stop where no loss is 
 "no NaN, no infinity" alone is known without numbers: it is written on the fake tensor as `kit_truth`, passed on by not,
 and, or, all and any, and read by `kit.memory.record.fakes`. Other conditions are not known.
 """
+
+
+def _one_after_another(*observers: Observer) -> Observer:
+    def observe(args: tuple[Any, ...], out: Any) -> None:
+        for each in observers:
+            each(args, out)
+
+    return observe
+
+
+VALUE_CHECKS: dict[Any, Observer] = {
+    operator: _one_after_another(*(checks[operator] for checks in (FINITE_CHECKS, WRITTEN) if operator in checks))
+    for operator in FINITE_CHECKS.keys() | WRITTEN.keys()
+}
+"""What is known of numbers that are not there: whether they are finite, and how many are not 0."""
 
 
 class FakeBatches:

@@ -112,7 +112,8 @@ class ConstantConverter(FakeTensorConverter):
             return cast("FakeTensor", self._sparse[t])
         if not make_constant or rest or options or not _is_ordinary(t):
             self._remember(t)
-            return super().from_real_tensor(fake_mode, t, make_constant, *rest, **options)
+            is_known = make_constant or (t.numel() <= _torch.CONSTANT_NUMEL_LIMIT and _is_ordinary(t))
+            return super().from_real_tensor(fake_mode, t, is_known, *rest, **options)
         shared = self.constant_storage_mapping.get(_weak_storage(t))
         for alias in shared or ():
             fake = alias()

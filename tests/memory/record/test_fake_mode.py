@@ -130,6 +130,17 @@ def test_numbers_that_are_known_stay_known():
             assert step.item() == expected
 
 
+def test_numbers_that_numpy_found_are_known():
+    with fakes.fake_values() as answers, FakeMode():
+        groups = torch.from_numpy(np.array([3, 0, 3])).long()
+        assert groups.max().item() == 3
+        assert torch.where(groups == 3)[0].shape == (2,)
+        groups.copy_(torch.randint(9, (3,)))
+        assert not answers.guesses
+        assert groups.max().item() == 1
+        assert len(answers.guesses) == 1
+
+
 def test_lists_of_other_shapes_are_still_refused():
     with FakeMode():
         values = [torch.ones(3), torch.ones(4)]
