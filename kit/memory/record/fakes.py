@@ -1,9 +1,9 @@
 """What code asks of a tensor that has a shape but no numbers, answered so that training goes on.
 
 `fake_values`: a fake tensor has no value to branch on, to print or to index by. Inside, a number reads 1.0, a count 1,
-a condition False, a check for finite numbers True, and a selection by mask selects everything (an upper bound), or what
-was written to zeros, where that is known. A
-condition that guards a `raise` or stands in an `assert` reads as what lets the code go on.
+a condition False, a check for finite numbers True, and a selection by mask selects everything (an upper bound), or as
+much as was written to zeros, where that is known. A condition that guards a `raise` or stands in an `assert` reads as
+what lets the code go on.
 What is computed from constants alone is computed: a tensor of at most `KNOWN_NUMEL` numbers that Python numbers made
 (`torch.linspace`, `torch.ones_like`), and every result as small of such tensors, keep their values until something
 unknown is written to them, in place or by an initialiser.

@@ -124,8 +124,10 @@ def shape_kernels(assume: Assume) -> dict[Any, Callable[..., Any]]:
 
 def nonzeros(tensor: Any) -> tuple[int, bool] | None:
     """How many numbers of a fake tensor are other than 0, and whether just so many or at most; None if not known."""
-    count, is_exact, version = getattr(tensor, "kit_nonzeros", (None, False, -1))
-    return None if count is None or version != _version(tensor) else (min(count, tensor.numel()), is_exact)
+    if "kit_nonzeros" not in (known := vars(tensor)):
+        return None
+    count, is_exact, version = known["kit_nonzeros"]
+    return (min(count, tensor.numel()), is_exact) if version == _version(tensor) else None
 
 
 def _version(tensor: Tensor) -> int:
@@ -157,7 +159,7 @@ def _scattered(args: tuple[Any, ...], out: Any) -> None:
         return
     values = nonzeros(source) if isinstance(source, Tensor) else (places.numel() * (source != 0), True)
     count, all_known = values or (places.numel(), False)
-    are_apart = getattr(places, "kit_different", False) and count in (0, places.numel())
+    are_apart = "kit_different" in vars(places) and count in (0, places.numel())
     is_written = out is target  # which torch counts when this has ended
     _note_nonzeros(out, known[0] + count, known == (0, True) and all_known and are_apart, _version(out) + is_written)
 
@@ -165,8 +167,7 @@ def _scattered(args: tuple[Any, ...], out: Any) -> None:
 def _carried(args: tuple[Any, ...], out: Any) -> None:
     """The result has the numbers of the argument."""
     source = args[0]
-    if getattr(source, "kit_different", False):
-        out.kit_different = True
+    _taken(args, out)
     if (known := nonzeros(source)) is not None:
         shares = out.untyped_storage()._cdata == source.untyped_storage()._cdata
         may_round = source.is_floating_point() and out.dtype not in (source.dtype, torch.bool)
@@ -175,7 +176,7 @@ def _carried(args: tuple[Any, ...], out: Any) -> None:
 
 def _taken(args: tuple[Any, ...], out: Any) -> None:
     """The result has some numbers of the argument."""
-    if getattr(args[0], "kit_different", False):
+    if "kit_different" in vars(args[0]):
         out.kit_different = True
 
 
