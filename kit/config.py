@@ -413,6 +413,10 @@ class Data(Section):
         "What an element of url without a match is: an error, a reason to leave out the patches that hold "
         "it, or a missing value in them.",
     )
+    align: Literal["exact", "override"] = setting(
+        "exact", "Stores that are joined, or lie side by side: the coordinates of the other dimensions that they share "
+        "must be equal (exact), or those of url hold for all of them, element by element (override).",
+    )  # fmt: skip
     gap_dimension: str = setting(
         "", "Dimension, such as time, whose coordinate may have gaps: no patch reaches over one. Empty looks for none."
     )
