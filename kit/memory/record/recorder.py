@@ -69,6 +69,10 @@ _RECENT = 8
 """Blocks, of which what such an operator writes to is one."""
 _private: Any = torch._C
 _FAKE = _private._TorchDispatchModeKey.FAKE
+_DETACH, _is_excluded = torch.ops.aten.detach.default, _private._dispatch_tls_is_dispatch_key_excluded
+_VIEWED = _private.DispatchKey.ADInplaceOrView
+"""What an operator has behind it where a mode sees it. autograd copies a tensor that a hook unpacks, as checkpointing's
+do, without an operator; a mode is told of `detach`, with this before it."""
 
 
 def plain_tensors(tensor: Tensor) -> Iterator[Tensor]:
@@ -352,7 +356,7 @@ class BlockRecorder(TorchDispatchMode):
         if self._paused or fake is not self._fake:
             return out
         operator = self._operators.get(func._name) or self._operator(func)
-        if not operator.skipped:
+        if not operator.skipped and not (func is _DETACH and not _is_excluded(_VIEWED)):
             with self._plainly:
                 self._record(operator, args, kwargs, out)
         return out
