@@ -288,6 +288,8 @@ def _edges(recording: Recording, step: StepOperators) -> tuple[list[str], float]
         found.append(
             f"data decides how much each expert or selection gets ({', '.join(routed)}); it is priced as whole"
         )
+    if any(call.name.startswith("_scaled_dot_product_flex") for call in step.calls):
+        found.append("flex attention is priced as whole, whatever its mask leaves out")
     guessed = any(guess.startswith(GUESSED_CONDITION) for guess in facts.get("guesses", ()))
     if guessed or facts.get("conditions") or facts.get("bounds"):
         found.append("the step depends on numbers that a dry run does not have; it is priced as that one went")
