@@ -290,9 +290,10 @@ def _edges(recording: Recording, step: StepOperators) -> tuple[list[str], float]
         )
     if any(call.name.startswith("_scaled_dot_product_flex") for call in step.calls):
         found.append("flex attention is priced as whole, whatever its mask leaves out")
-    guessed = any(guess.startswith(GUESSED_CONDITION) for guess in facts.get("guesses", ()))
-    if guessed or facts.get("conditions") or facts.get("bounds"):
-        found.append("the step depends on numbers that a dry run does not have; it is priced as that one went")
+    guessed = [guess for guess in facts.get("guesses", ()) if guess.startswith(GUESSED_CONDITION)]
+    if unknown := list(dict.fromkeys([*guessed, *facts.get("conditions", ()), *facts.get("bounds", ())])):
+        more = f", and {len(unknown) - 1} more" if len(unknown) > 1 else ""
+        found.append(f"the step depends on numbers that a dry run does not have; it is priced as if {unknown[0]}{more}")
     return found, _UNMODELLED_DOUBT if found else 1.0
 
 

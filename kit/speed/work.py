@@ -189,7 +189,8 @@ def _recurrent_backward(call: OperatorCall) -> int:
 def _cudnn(call: OperatorCall) -> int:
     """Of each step of each sequence, in all layers: it meets every matrix of weights."""
     source, weights = call.arguments[:2]
-    return 2 * math.prod(source.shape[:-1]) * sum(spec.elements for spec in weights if len(spec.shape) > 1)
+    matrices = sum(spec.elements for spec in weights if len(spec.shape) > 1)
+    return int(2 * math.prod(source.shape[:-1]) * matrices)
 
 
 def _cudnn_backward(call: OperatorCall) -> int:

@@ -118,3 +118,17 @@ def test_products_with_scales_or_groups_are_products(name):
     ends = TensorSpec((4,), "int32")
     work = work_of(OperatorCall(f"aten::{name}", (left, right, ends), (), (out,)))
     assert (work.kind, work.flops) == ("matmul", 2 * 64 * 32 * 16)
+
+
+class Halving(Recurrent):
+    def __init__(self):
+        super().__init__("RNN")
+
+    def training_step(self, batch, batch_idx):
+        loss = super().training_step(batch, batch_idx)
+        return loss / 2 if loss > 1 else loss
+
+
+def test_what_a_step_decides_by_its_numbers_is_named():
+    reasons = speed_of(on_a_card(Halving), target_of("A100-40GB")).reasons
+    assert any("numbers" in reason and "test_emulated_kernels.py" in reason for reason in reasons)
