@@ -16,8 +16,6 @@ run can be stopped and resumed. Some sources need packages beside kit's:
     pip install --no-deps --target .peers accelerate 'huggingface_hub<2' tokenizers==0.22.1 safetensors regex pillow
     pip install --no-deps --target .peers scikit-learn scipy joblib threadpoolctl
     pip install --no-deps --target .peers torchvision==0.28.0  # of any build: none of its operators runs
-
-peft 0.20 does not know torchao 0.18: where that is installed, four of its methods cannot be made.
 """
 
 from __future__ import annotations

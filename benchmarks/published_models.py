@@ -202,7 +202,9 @@ def adapted(model: Any, configuration: Configuration) -> Any:
     if adapter is None:
         return model.requires_grad_(True)
     from peft import get_peft_config, get_peft_model
+    from peft.utils import quantization_utils
 
+    quantization_utils.is_torchao_available = bool  # it asks of every layer for a class that torchao 0.18 has no more
     float32 = configuration["float32_adapter"]
     return get_peft_model(model, get_peft_config(dict(adapter)), autocast_adapter_dtype=float32)
 

@@ -1,24 +1,30 @@
 """Seconds per batch on more ranks, predicted before any trial and from trials on fewer, beside what they then took.
 
-    python benchmarks/scaling.py [--record]
+    python benchmarks/scaling.py [--answers FILE] [--record]
 
 The same small GPT, in ddp by gloo, on 1, 2 and 4 CPU ranks of one thread each: on a machine of two cores the last four
 share them. Every round runs each count once, in random order; of each count the round of the middle step time is taken.
 Before any trial `kit.predict_speed` predicts them from operators that as many ranks timed beside each other. What 2 and
 4 ranks take is predicted from 1, and what 4 take from 1 and 2, where ranks were seen to slow each other. Three modules
-from elsewhere are predicted before any trial alone. A ratio is measured / predicted.
+from elsewhere are predicted before any trial alone. A ratio is measured / predicted. Beside a ratio stands how much the
+steps of the same trial differ between rounds: the longest over the shortest.
+
+`--answers` keeps the rows of each module, which then is not run again: all take longer than a machine is quiet.
 """
 
 from __future__ import annotations
 
+import argparse
+import json
 import random
 import tempfile
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from typing import Any, cast
 
 import torch
-from publish import publish, read_options
+from publish import publish
 from speed_models import MODELS, Step, loader
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
@@ -73,20 +79,38 @@ def middle(trials: list[Trial]) -> Trial:
 
 
 def main() -> None:
-    read_options(__doc__)
-    rows: list[dict[str, Any]] = []
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--answers", type=Path, help="where rows of each module are kept and taken from")
+    parser.add_argument("--record", action="store_true", help="append the rows to benchmarks/results.jsonl")
+    asked = parser.parse_args()
+    lines = asked.answers.read_text().splitlines() if asked.answers and asked.answers.exists() else []
+    rows: list[dict[str, Any]] = list(map(json.loads, lines))
+    for name, (module, data) in parts().items():
+        if name not in {row["module"] for row in rows}:
+            found = rows_of(name, module, data)
+            rows += found
+            if asked.answers:
+                with asked.answers.open("a") as file:
+                    file.write("".join(json.dumps(row) + "\n" for row in found))
+    facts = {"cores": hardware().cores, "rounds": ROUNDS, "model": SIZES}
+    publish("the big run predicted from the small one", rows, record=asked.record, **facts)
+
+
+def rows_of(name: str, module: Part, data: Part) -> list[dict[str, Any]]:
+    found: dict[int, list[Trial]] = {ranks: [] for ranks in RANKS}
     with tempfile.TemporaryDirectory() as folder:
-        for name, (module, data) in parts().items():
-            speeds = {ranks: predict_speed(config_of(ranks, folder), module, data) for ranks in RANKS}
-            found: dict[int, list[Trial]] = {ranks: [] for ranks in RANKS}
-            for _ in range(ROUNDS):
-                for ranks in random.sample(RANKS, len(RANKS)):
-                    found[ranks].append(fit(config_of(ranks, folder), module, data).wait())
-            chosen = {ranks: middle(trials) for ranks, trials in found.items()}
-            rows += [before(name, speeds[ranks], chosen[ranks]) for ranks in RANKS]
-            if name == OWN:
-                rows += [row([1], 2, chosen), row([1], 4, chosen), row([1, 2], 4, chosen)]
-    publish("the big run predicted from the small one", rows, cores=hardware().cores, rounds=ROUNDS, model=SIZES)
+        speeds = {ranks: predict_speed(config_of(ranks, folder), module, data) for ranks in RANKS}
+        for _ in range(ROUNDS):
+            for ranks in random.sample(RANKS, len(RANKS)):
+                found[ranks].append(fit(config_of(ranks, folder), module, data).wait())
+        chosen = {ranks: middle(trials) for ranks, trials in found.items()}
+        rows = [before(name, speeds[ranks], chosen[ranks]) for ranks in RANKS]
+        if name == OWN:
+            rows += [row([1], 2, chosen), row([1], 4, chosen), row([1, 2], 4, chosen)]
+    for one in rows:
+        steps = [timing(trial).step_seconds for trial in found[one["ranks"]]]
+        one["rounds differ"] = max(steps) / min(steps)
+    return rows
 
 
 def before(name: str, speed: SpeedEstimate, trial: Trial) -> dict[str, Any]:

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from lightning.pytorch import LightningModule
+from published_models import name_operators_of_torchvision
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.data import DataLoader, IterableDataset
@@ -24,11 +25,7 @@ from kit.models import Field
 PEERS = Path(__file__).parents[1] / ".peers"
 if str(PEERS) not in sys.path:
     sys.path.append(str(PEERS))
-if not hasattr(torch.ops.torchvision, "nms"):
-    # torchvision's operators belong to another build of torch; timm wants their names only.
-    _names = torch.library.Library("torchvision", "DEF")
-    for _name in ("nms", "qnms"):
-        _names.define(f"{_name}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
+name_operators_of_torchvision()  # timm imports it, and so does transformers
 
 Made = tuple[nn.Module, tuple[Field, ...]]
 """A model and the fields of its samples."""

@@ -22,9 +22,12 @@ shared with the cloud, leave to any reader on such GETs; CPU milliseconds are th
 kit's microseconds go: what zstd's own library takes for a sample's chunks, alone and in the same process ("zstd");
 the rest of the threads that plan, decode and copy; the thread of requests; and the cloud's process. "cores" are those
 that a reader and the cloud had, "kit on all cores" is what it would reach with all of them. Beyond 5,000 requests/s the
-cloud refuses.
+cloud refuses. A second table divides all that the cores give while a chunk comes through among the cloud, the reader's
+requests, zstd and the rest, and what nobody of these used: idle, or others on the machine. What kit's threads spend
+waiting is beside it: for a core while they could run, and blocked, the decoding ones for Python's lock or for work.
 
-"peers" (by name only) is the first table with plain GETs and tensorstore alone: all layouts, or those of `--layouts`.
+"peers" (by name only) is the first table with plain GETs and tensorstore alone. `--layouts` are numbers of those of the
+first table, for it and for "peers"; the rows with a cache and with 64 in flight come with all of them alone.
 
 Block order reads a window of chunks, 192 MiB decoded, for many samples; the field has 576 MiB. With a reuse of 1 a
 visit to a block draws as many patches as fit it side by side, with 4 four times as many. tensorstore is given the same
@@ -47,6 +50,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import statistics
 import subprocess
@@ -201,10 +205,10 @@ def alone(readers: Readers, cloud: SimulatedCloud, layout: Layout, order: str, *
     return statistics.median(answer["samples_per_second"] for answer in answers)
 
 
-def random_rows(readers: Readers) -> Iterator[dict[str, Any]]:
+def random_rows(readers: Readers, layouts: Sequence[Layout]) -> Iterator[dict[str, Any]]:
     workers: dict[str, Sequence[int]] = dict(WORKERS)
-    plain = [(layout, REQUESTS_IN_FLIGHT, 0) for layout in LAYOUTS]
-    for layout, in_flight, cache_bytes in [*plain, CACHED, FEW_IN_FLIGHT]:
+    plain = [(layout, REQUESTS_IN_FLIGHT, 0) for layout in layouts]
+    for layout, in_flight, cache_bytes in [*plain, *([CACHED, FEW_IN_FLIGHT] if len(layouts) == len(LAYOUTS) else [])]:
         row, best = random_row(layout, readers, workers, in_flight, cache_bytes)
         workers = {name: (count,) for name, (_, count) in best.items()}
         yield row
@@ -280,7 +284,26 @@ def small_row(readers: Readers, cloud: SimulatedCloud, layout: Layout, in_flight
         **{f"cores, {name}": median(rows, name) * taken[name] for name in names},
         "kit on all cores": (os.cpu_count() or 1) / taken["kit"],
         "plain GETs, requests/s": median(rows, "plain GETs") * median(rows, "kit", "requests"),
+        "kit queued, µs": sum(median(rows, "kit", f"{name}_queued_us") for name in threads),
+        "decoding blocked, µs": median(rows, "kit", "kit-decode_blocked_us"),
     }  # fmt: skip
+
+
+def chunk_rows(row: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """What the cores give while a chunk comes through, and who took it; in microseconds."""
+    chunks, cloud = row["chunks/sample"], row["the cloud, µs"]
+    own = {"requests": row["requests, µs"], "zstd": row["zstd alone, µs"], "plan, copy": row["plan, copy, µs"],
+           "waits for a core": row["kit queued, µs"], "decoding blocked": row["decoding blocked, µs"]}  # fmt: skip
+    for name in ("kit", "plain GETs", "GETs, decompressed"):
+        given, reader = 1e6 * (os.cpu_count() or 1) / row[name], 1000 * row[f"{name}, CPU ms"]
+        parts = {
+            "all cores": given,
+            "the cloud": cloud,
+            "the reader": reader,
+            "nobody of these": given - cloud - reader,
+        }
+        parts |= own if name == "kit" else dict.fromkeys(own, math.nan)
+        yield {"reader": name, "in flight": row["in flight"], **{part: us / chunks for part, us in parts.items()}}
 
 
 def small_rows(readers: Readers, all_in_flight: Sequence[int]) -> Iterator[dict[str, Any]]:
@@ -355,9 +378,11 @@ def memory_table(readers: Readers) -> list[dict[str, Any]]:
 def tables(readers: Readers, wanted: Sequence[str], layouts: Sequence[Layout], in_flight: Sequence[int]) -> None:
     facts = {"cloud": SITUATION, "rounds": ROUNDS, **versions()}
     if "random" in wanted:
-        publish("samples per second, random order", list(random_rows(readers)), **facts)
+        publish("samples per second, random order", list(random_rows(readers, layouts)), **facts)
     if "small" in wanted:
-        publish("samples per second, small zstd chunks", list(small_rows(readers, in_flight)), **facts)
+        rows = list(small_rows(readers, in_flight))
+        publish("samples per second, small zstd chunks", rows, **facts)
+        publish("microseconds of a small zstd chunk", [part for row in rows for part in chunk_rows(row)], **facts)
     if "peers" in wanted:
         readers.in_flight = in_flight[0]
         publish("samples per second beside tensorstore", list(peer_rows(readers, layouts)), **facts)
@@ -375,7 +400,9 @@ def main() -> None:
     known, by_name = ("random", "block", "memory"), ("small", "peers")
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("tables", nargs="*", metavar="TABLE", help=", ".join((*known, *by_name)))
-    parser.add_argument("--layouts", type=int, nargs="+", default=[*range(len(LAYOUTS))], help="numbers, for peers")
+    parser.add_argument(
+        "--layouts", type=int, nargs="+", default=[*range(len(LAYOUTS))], help="numbers, for random, peers"
+    )
     parser.add_argument("--in-flight", type=int, nargs="+", default=[REQUESTS_IN_FLIGHT, 64], help="for small, peers")
     given, rest = parser.parse_known_args()
     sys.argv[1:] = rest

@@ -83,20 +83,27 @@ def measure(batches: Iterator[int], seconds: float = SECONDS) -> dict[str, float
     while time.perf_counter() < began + seconds:
         samples += next(batches)
     elapsed, cpu = time.perf_counter() - began, time.process_time() - cpu
-    each = {f"{name}_us": 1e6 * (took - threads.get(name, 0.0)) / samples for name, took in thread_seconds().items()}
+    each: dict[str, float] = {}
+    for name, (count, *took) in thread_seconds().items():
+        ran, queued = (
+            1e6 * (now - then) / samples for now, then in zip(took, threads.get(name, (0, 0.0, 0.0))[1:], strict=True)
+        )
+        blocked = 1e6 * count * elapsed / samples - ran - queued
+        each |= {f"{name}_us": ran, f"{name}_queued_us": queued, f"{name}_blocked_us": blocked}
     return each | {
         "samples_per_second": samples / elapsed, "first_seconds": first, "cpu_milliseconds": 1000 * cpu / samples
     }  # fmt: skip
 
 
-def thread_seconds() -> dict[str, float]:
-    """CPU time of the threads of this process so far, those of a kind together: `kit-decode`."""
-    found: dict[str, float] = {}
+def thread_seconds() -> dict[str, tuple[int, float, float]]:
+    """Of each kind of thread (`kit-decode`): how many there are, their seconds on a core, and waiting for one."""
+    found: dict[str, tuple[int, float, float]] = {}
     for thread in threading.enumerate():
         with contextlib.suppress(OSError):  # it has ended, or this is no Linux
-            ran = Path(f"/proc/self/task/{thread.native_id}/schedstat").read_text().split()[0]
+            ran, queued, _ = map(int, Path(f"/proc/self/task/{thread.native_id}/schedstat").read_text().split())
             name = thread.name.rstrip("0123456789").rstrip("-")
-            found[name] = found.get(name, 0.0) + int(ran) / 1e9
+            count, before, queued_before = found.get(name, (0, 0.0, 0.0))
+            found[name] = count + 1, before + ran / 1e9, queued_before + queued / 1e9
     return found
 
 

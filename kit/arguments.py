@@ -11,7 +11,7 @@ import inspect
 import numbers
 import os
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, ParamSpec, TypeVar
 
 from kit.config import Config, paths_of
@@ -27,8 +27,8 @@ def config_first(function: Callable[P, R]) -> Callable[P, R]:
     The function always gets a `Config`: the default one where the caller gave none. What reaches it otherwise is
     refused with a `ConfigError`, and an argument that it does not have with what was probably meant.
     """
-    name = function.__name__
-    known = inspect.signature(function).parameters
+    name, signature = function.__name__, inspect.signature(function)
+    known = signature.parameters
     places = [one for one in known.values() if one.kind is one.POSITIONAL_OR_KEYWORD]
 
     @functools.wraps(function)
@@ -54,6 +54,7 @@ def config_first(function: Callable[P, R]) -> Callable[P, R]:
             raise ConfigError(f"{name} takes the Config first; call {name}(config, module, data)")
         if others:
             refuse_recipe(name, others[0], f"call {name}(config, module, data)")
+        check_call(name, signature, (config, *others), named)
         return function(config, *others, **named)  # type: ignore[arg-type]
 
     return call
@@ -77,18 +78,45 @@ def takes_config(function: Callable[P, R]) -> Callable[P, R]:
     Raises:
         ConfigError: with what reads or makes one.
     """
-    name, known = function.__name__, inspect.signature(function).parameters
-    is_needed = next(iter(known.values())).default is inspect.Parameter.empty
+    name, signature = function.__name__, inspect.signature(function)
+    is_needed = next(iter(signature.parameters.values())).default is inspect.Parameter.empty
 
     @functools.wraps(function)
     def call(*given: P.args, **named: P.kwargs) -> R:
-        check_named(name, named, known)
+        check_named(name, named, signature.parameters)
         first = given[0] if given else named.get("config")
         if not isinstance(first, Config) and (first is not None or is_needed):
             raise no_config(name, first, f"call {name}(config)")
+        check_call(name, signature, given, named)
         return function(*given, **named)
 
     return call
+
+
+def checks_arguments(function: Callable[P, R]) -> Callable[P, R]:
+    """Let a function that takes no config refuse what `check_call` refuses."""
+    name, signature = function.__name__, inspect.signature(function)
+
+    @functools.wraps(function)
+    def call(*given: P.args, **named: P.kwargs) -> R:
+        check_call(name, signature, given, named)
+        return function(*given, **named)
+
+    return call
+
+
+def check_call(name: str, signature: inspect.Signature, given: Iterable[Any], named: Mapping[str, Any]) -> None:
+    """Refuse arguments that are too many, left out or given twice, and what `check_named` refuses, by place too.
+
+    Raises:
+        ArgumentError: naming them, and what the function takes.
+    """
+    check_named(name, named, signature.parameters)
+    try:
+        bound = signature.bind(*given, **named)
+    except TypeError as error:
+        raise ArgumentError(f"{name}: {error}; it takes {', '.join(signature.parameters)}") from None
+    check_named(name, bound.arguments, signature.parameters)
 
 
 def check_named(name: str, named: Mapping[str, Any], known: Mapping[str, inspect.Parameter]) -> None:

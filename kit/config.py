@@ -219,9 +219,7 @@ class Config(Drawable, Section):
             ConfigError: for another name.
         """
         if name not in PROFILES:
-            close = difflib.get_close_matches(name, PROFILES, n=1)
-            hint = f"; did you mean {close[0]!r}?" if close else ""
-            raise ConfigError([Problem("profile", f"{name!r} is none of {', '.join(PROFILES)}{hint}")])
+            raise ConfigError([Problem("profile", f"there is none called {name!r}{did_you_mean(name, PROFILES)}")])
         return cls().replace(PROFILES[name])
 
     # -- writing one

@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib
 import importlib.abc
 import importlib.machinery
+import inspect
 import re
 import sys
 import warnings
@@ -16,6 +17,8 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
+
+from kit.errors import ArgumentError, ConfigError, did_you_mean
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -71,17 +74,25 @@ class Drawable:
             options: What the picture takes by name.
 
         Raises:
-            ValueError: for a picture that there is not, with those that there are.
+            ConfigError: for a picture that there is not, with those that there are.
+            ArgumentError: for options that the picture does not take.
         """
         mains = (f"figure.{parent.__name__}" for parent in type(self).__mro__)
         main = next(main for main in mains if main in _paths)
         name = f"{main}.{kind}" if kind else main
         if name not in _paths:
             kinds = [path.removeprefix(f"{main}.") for path in _paths if path.startswith(f"{main}.")]
-            raise ValueError(
-                f"a {type(self).__name__} has no picture {kind!r}; it has {', '.join(kinds) or 'one only'}"
-            )
-        drawn: Figure = load(name)(self, *others, **options)
+            has = did_you_mean(kind, kinds, otherwise="it has {}") if kinds else "; it has one only"
+            raise ConfigError(f"a {type(self).__name__} has no picture {kind!r}{has}")
+        draw = load(name)
+        signature = inspect.signature(draw)
+        try:
+            signature.bind(self, *others, **options)
+        except TypeError as error:
+            raise ArgumentError(
+                f"figure: {error}; it takes {', '.join([*signature.parameters][1:]) or 'none'}"
+            ) from None
+        drawn: Figure = draw(self, *others, **options)
         return drawn
 
 

@@ -47,9 +47,7 @@ class FrozenMapping(dict[str, Any]):
 
 
 def _bytes(value: object) -> object:
-    if isinstance(value, float) and value.is_integer():  # 4e9
-        return int(value)
-    return parse_bytes(value) if isinstance(value, str) else value
+    return parse_bytes(value) if isinstance(value, str | float) else value
 
 
 def _plain(value: Any) -> Any:
@@ -390,6 +388,10 @@ class Data(Section):
         "What an element of url without a match is: an error, a reason to leave out the patches that hold "
         "it, or a missing value in them.",
     )
+    align: Literal["exact", "override"] = setting(
+        "exact", "Stores that are joined, or lie side by side: the coordinates of the other dimensions that they share "
+        "must be equal (exact), or those of url hold for all of them, element by element (override).",
+    )  # fmt: skip
     gap_dimension: str = setting(
         "", "Dimension, such as time, whose coordinate may have gaps: no patch reaches over one. Empty looks for none."
     )

@@ -7,7 +7,11 @@ only here does it become text. Bytes are binary and labelled so: 1 GiB = 2^30 by
 from __future__ import annotations
 
 import math
+import numbers
 import re
+from typing import Any
+
+from kit.errors import ConfigError, Problem
 
 _BINARY = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
 _FACTORS: dict[str, int] = {
@@ -17,24 +21,28 @@ _FACTORS: dict[str, int] = {
 _BYTES = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*")
 
 
-def parse_bytes(text: str | int) -> int:
-    """Bytes from `"64 MiB"` (binary), `"5 GB"` (decimal), `"512"` or a number.
+def parse_bytes(text: str | float, name: str = "") -> int:
+    """Bytes from `"64 MiB"` (binary), `"5 GB"` (decimal), `"512"` or a whole number, also of numpy, as `4e9`.
 
     Raises:
-        ValueError: when the text is no size, naming the units accepted.
+        ConfigError: when the text is no size, naming the units accepted, under the `name` of the argument.
     """
-    if isinstance(text, bool) or not isinstance(text, str | int):
-        raise ValueError(f"{text!r} is not a size; write a number of bytes or a text such as '64 MiB'")
-    if isinstance(text, int):
-        return text
+    given: Any = text  # by a user, who may give anything
+    is_number = isinstance(given, numbers.Real) and not isinstance(given, bool)
+    if is_number and 0 <= given < math.inf and given == int(given):
+        return int(given)
+    if not isinstance(text, str):
+        message = f"{text!r} is not a size; write a number of bytes or a text such as '64 MiB'"
+        raise ConfigError([Problem(name, message)])
     match = _BYTES.fullmatch(text)
     factors = {unit.lower(): factor for unit, factor in _FACTORS.items()}
     factor = factors.get((match[2] or "B").lower()) if match else None
     if match is None or factor is None:
-        raise ValueError(f"{text!r} is not a size; write bytes or one of {', '.join(_FACTORS)}, such as '64 MiB'")
+        message = f"{text!r} is not a size; write bytes or one of {', '.join(_FACTORS)}, such as '64 MiB'"
+        raise ConfigError([Problem(name, message)])
     size = float(match[1]) * int(factor)
     if not math.isfinite(size):
-        raise ValueError(f"{text[:20]!r}… is no size that a number holds; write such as '64 MiB'")
+        raise ConfigError([Problem(name, f"{text[:20]!r}… is no size that a number holds; write such as '64 MiB'")])
     return round(size)
 
 

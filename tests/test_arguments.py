@@ -180,7 +180,7 @@ def test_loaders_in_the_order_of_lightning_are_refused_with_the_pair():
         (lambda: kit.data.join("a.zarr"), "at least two"),
         (lambda: kit.data.verify(None), "NoneType"),
         (lambda: kit.data.expected_bytes(CONFIG, "auto"), "plan: str"),
-        (lambda: kit.data.measure_reading([CONFIG], seconds="2"), "'2' s"),
+        (lambda: kit.data.measure_reading([CONFIG], seconds="2"), "seconds: '2'"),
         (lambda: kit.data.measure_networks(CONFIG, None), r"cloud: .*simulate"),
         (lambda: kit.data.RowData([[1.0]]), "numpy.asarray"),
         (lambda: kit.data.RowData(numpy.ones((3, 2)), row_block="2"), "row_block: '2'"),
@@ -218,3 +218,73 @@ def test_a_count_that_is_none_is_refused_by_the_name_it_was_given_by(given):
     for several in (given, [1, given]):
         with pytest.raises(ConfigError, match=f"^devices: .*{given!s}.*from 1 to 4,096"):
             kit.studies.predict_run(None, devices=several)
+
+
+@pytest.mark.parametrize(
+    ("asked", "given", "named", "words"),
+    [
+        (kit.data.probe, ("there.zarr",), {"seconds": 3}, r"^seconds: probe"),
+        (kit.data.probe, (), {}, r"missing.*store.*it takes store, credentials, most_bytes"),
+        (kit.data.chunk_table, ((64, 64), [8]), {"itemsize": "float32"}, r"^itemsize: 'float32' is no whole number"),
+        (kit.data.chunk_table, ((64, 64), [8], 2.5), {}, r"^itemsize: 2\.5"),
+        (kit.data.advise_schedule, (), {"cores": 20.5}, r"^cores: 20\.5"),
+        (kit.data.measure_reading, (CONFIG,), {"second": 3}, "did you mean 'seconds'"),
+        (kit.data.measure_networks, (CONFIG, None), {"epochs": "2"}, r"^epochs: '2'"),
+        (kit.data.array_bytes, ((2, 3),), {"pth": "x"}, "did you mean 'path'"),
+        (kit.memory.sizes, (CONFIG,), {"module_": 3}, "did you mean 'module'"),
+        (kit.results, (), {"nme": "x"}, "did you mean 'name'"),
+        (kit.plan_chunks, (CONFIG, "x"), {}, "too many.*it takes config, order"),
+        (kit.fit, (CONFIG, "kit.models:GPT"), {"module": "kit.models:GPT"}, "multiple values.*'module'"),
+        (kit.studies.try_change, (CONFIG,), {"repeats": "2"}, r"^repeats: '2'"),
+    ],
+)
+def test_what_a_function_does_not_take_is_told_by_kit_with_what_it_takes(asked, given, named, words):
+    with pytest.raises(TypeError, match=words) as caught:
+        asked(*given, **named)
+    assert isinstance(caught.value, kit.KitError)
+
+
+@pytest.mark.parametrize(
+    ("asked", "words"),
+    [
+        (lambda: kit.data.chunk_table((64, 64), None), "chunk_table"),
+        (lambda: kit.data.array_bytes(None), "shape: None"),
+        (lambda: kit.Config.profile(None), "profile: .*None"),
+        (lambda: kit.Config.profile("long contxt"), "did you mean 'long context'"),
+        (lambda: kit.data.plan_build(CONFIG, 3), "plan: int is no plan"),
+        (lambda: kit.data.probe("there.zarr", most_bytes="a lot"), "most_bytes: 'a lot'"),
+        (lambda: kit.data.write_rows("x.npy", numpy.ones((2, 2)), memory_bytes="a lot"), "memory_bytes: 'a lot'"),
+        (lambda: kit.data.advise_schedule(memory_bytes="a lot"), "memory_bytes: 'a lot'"),
+        (lambda: kit.data.chunk_table((64, 64), [32, 64]).figure("timeline"), "no picture 'timeline'"),
+        (lambda: kit.data.chunk_table((64, 64), [32, 64]).figure(measure=3), "figure: .*it takes measured"),
+        (lambda: kit.course.score().hand_in(None), "path: NoneType"),
+        (lambda: kit.course.score().hand_in("me.pdf"), r"path: me\.pdf.*me\.html"),
+        (lambda: kit.html_report(kit.results("none"), "a.pdf"), r"path: a\.pdf.*a\.html"),
+        (lambda: kit.commit(CONFIG, slurm="torchrn"), "slurm: 'torchrn'.*mean 'torchrun'"),
+        (lambda: kit.commit(CONFIG, slurm=True), "slurm: True.*torchrun, python"),
+        (lambda: kit.data.write_rows("x.npy", numpy.ones((2, 2)), -3), "shape: -3"),
+        (lambda: kit.data.write_rows("x.npy", numpy.ones, "200"), "shape: '200'"),
+        (lambda: kit.data.write_rows("x.npy", numpy.ones((2, 2)), row_block=-1), "row_block: -1"),
+        (lambda: kit.data.write_rows(None, numpy.ones((2, 2))), "path: NoneType"),
+        (lambda: kit.studies.placements(CONFIG, data=3), "source: int"),
+        (lambda: kit.memory.panel(CONFIG, sizes=["widht"]), "also: 'widht'.*mean 'width'"),
+        (lambda: kit.Corpus("200"), "documents: '200'"),
+        (lambda: kit.Corpus(200, 50, 4.5), r"topics: 4\.5"),
+        (lambda: kit.compare_topics("found.npz", None), "str holds no topics.*open_topics"),
+    ],
+)
+def test_a_slip_that_python_answered_from_the_inside_is_named(asked, words, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ValueError, match=words) as caught:
+        asked()
+    assert isinstance(caught.value, kit.KitError)
+    assert not [*tmp_path.iterdir()]
+
+
+def test_numbers_and_arrays_of_numpy_are_taken_where_python_has_its_own():
+    sides = numpy.array([64, 64]), numpy.array([32, 64])
+    assert [row.chunk for row in kit.data.chunk_table(*sides)] == [(32, 32), (64, 64)]
+    large = kit.data.array_bytes((numpy.int32(500_000), numpy.int32(100_000)))
+    assert large.memory_bytes == 200_000_000_000
+    schedule = kit.data.advise_schedule(cores=numpy.int64(20), ranks=1, memory_bytes=numpy.int64(10**11))
+    assert schedule.reasons == kit.data.advise_schedule(cores=20, ranks=1, memory_bytes=1e11).reasons

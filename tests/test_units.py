@@ -9,13 +9,13 @@ from kit.units import format_bytes, format_count, format_seconds, parse_bytes, p
 
 @pytest.mark.parametrize(
     ("text", "number_of_bytes"),
-    [("64 MiB", 64 << 20), ("5 GB", 5 * 10**9), ("512", 512), ("1.5kib", 1536), (7, 7), ("0 B", 0)],
+    [("64 MiB", 64 << 20), ("5 GB", 5 * 10**9), ("512", 512), ("1.5kib", 1536), (7, 7), ("0 B", 0), (4e9, 4 * 10**9)],
 )
 def test_sizes_are_parsed_as_written(text, number_of_bytes):
     assert parse_bytes(text) == number_of_bytes
 
 
-@pytest.mark.parametrize("text", ["", "GiB", "-3 MiB", "5 parsecs", "1e3", True, None, 2.5])
+@pytest.mark.parametrize("text", ["", "GiB", "-3 MiB", "5 parsecs", "1e3", True, None, 2.5, -1, float("nan")])
 def test_what_is_no_size_is_refused_with_the_units(text):
     with pytest.raises(ValueError, match="MiB"):
         parse_bytes(text)

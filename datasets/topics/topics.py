@@ -51,6 +51,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
+from numbers import Integral, Real
 from pathlib import Path
 from typing import Any, ClassVar, Literal, cast
 
@@ -598,9 +599,15 @@ class Corpus:
     ) -> None:
         counts = {"documents": documents, "terms": terms, "topics": topics}
         sizes = {"length": length, "mixing": mixing, "spread": spread}
-        problems = [Problem(name, f"{value!r}: use 1 or more") for name, value in counts.items() if value < 1]
+        problems = [
+            Problem(name, f"{value!r}: use a whole number from 1 on")
+            for name, value in counts.items()
+            if not isinstance(value, Integral) or value < 1
+        ]
         problems += [
-            Problem(name, f"{value!r}: use a number above 0") for name, value in sizes.items() if not value > 0
+            Problem(name, f"{value!r}: use a number above 0")
+            for name, value in sizes.items()
+            if not isinstance(value, Real) or not value > 0
         ]
         if problems:
             raise ConfigError(problems)
@@ -784,6 +791,10 @@ def compare_topics(found: Topics, truth: Topics) -> TopicRecovery:
     Raises:
         ConfigError: when they are not of the same documents and terms, or there are fewer topics than true ones.
     """
+    given: list[Any] = [found, truth]  # by a user, who may give anything
+    if wrong := [one for one in given if not isinstance(one, Topics)]:
+        message = f"{type(wrong[0]).__name__} holds no topics; give kit.open_topics(path) and corpus.truth"
+        raise ConfigError(message)
     sizes = [(len(one.shares), one.terms.shape[1]) for one in (found, truth)]
     if sizes[0] != sizes[1]:
         raise ConfigError(

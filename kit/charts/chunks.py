@@ -105,6 +105,9 @@ def plan_info(plan: ChunkPlan, measured: Iterable[MeasuredLayout] = ()) -> PlanI
 
     points = []
     for one in measured:
+        if not hasattr(one, "predicted_samples_per_second"):
+            way_out = "give what kit.data.measure_reading(config) answers"
+            raise PlanError(f"measured {one!r}: {type(one).__name__} is no measurement of a layout; {way_out}")
         speed, predicted = one.samples_per_second, one.predicted_samples_per_second
         if len(one.chunk) != len(plan.dims) or not (speed > 0 and predicted > 0):
             raise PlanError(
@@ -132,9 +135,11 @@ def chunk_figure(subject: ChunkTable | ChunkPlan, *, measured: Iterable[Measured
     Raises:
         PlanError: for measurements that do not belong to the plan, or of a table.
     """
+    one = hasattr(measured, "predicted_samples_per_second") or not isinstance(measured, Iterable)
+    listed: Any = [measured] if one else measured  # by a user, who may give anything
     if isinstance(subject, ChunkPlan):
-        return plan_figure(plan_info(subject, measured))
-    if [*measured]:
+        return plan_figure(plan_info(subject, listed))
+    if [*listed]:
         raise PlanError("a chunk table predicts no samples/s to measure against; give a plan")
     return chunk_table_figure(subject)
 

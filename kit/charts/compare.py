@@ -131,7 +131,7 @@ def levers_figure(check: LeversCheck) -> Figure:
     bottom, tall = 0.48 / height, (height - _EDGE_INCHES) / height
     title = "peak allocated on a device, MiB (outline: predicted)"
     memory = look.add_axes(chart, (0.24, bottom, 0.38, tall), title=title, grid="x")
-    speed = look.add_axes(chart, (0.68, bottom, 0.27, tall), title="samples a second", grid="x")
+    speed = look.add_axes(chart, (0.68, bottom, 0.27, tall), title="samples/s · × the first, in turn", grid="x")
     with look.drawing():
         for row, step in enumerate(steps):
             measured, predicted = step.measured_bytes, step.predicted_bytes
@@ -144,7 +144,8 @@ def levers_figure(check: LeversCheck) -> Figure:
             look.note(memory, (max(measured or 0, predicted or 0) / _MIB, row), words)
             if (fast := step.samples_per_second) is not None:
                 speed.barh(row, fast, height=0.42, color=look.GREEN)
-                look.note(speed, (fast, row), f"{fast:,.0f}")
+                in_turn = check.speed_fraction(step) if step.tried is not None else None
+                look.note(speed, (fast, row), f"{fast:,.0f}" + ("" if in_turn is None else f" · × {in_turn:.2f}"))
         for axes in (memory, speed):
             look.rows(axes, [textwrap.fill(step.name, _LETTERS) for step in steps], named=axes is memory)
             longest = max((bar.get_width() for bars in axes.containers for bar in bars), default=0.0)

@@ -283,7 +283,7 @@ def _sharing(case: Case) -> Iterator[str]:
         return
     alone, together = case.chosen.requests_per_sample * case.access.batch_size, case.chosen.requests_per_batch
     if alone > together * _NOTABLE:
-        yield f"samples of a batch share chunks: {plural(together, 'request')} instead of {format_count(alone)}"
+        yield f"samples of a batch share chunks: {plural(together, 'chunk')} instead of {format_count(alone)}"
 
 
 def _cache(case: Case) -> Iterator[str]:

@@ -18,6 +18,7 @@ from dataclasses import asdict, dataclass
 from itertools import chain
 from typing import Any
 
+from kit.arguments import checks_arguments
 from kit.chunks.geometry import axes_of, fewest_chunks, mean_chunks, most_chunks
 from kit.errors import PlanError
 from kit.registry import Drawable
@@ -99,6 +100,7 @@ class ChunkTable(Drawable):
         return [[_cell(getattr(row, name)) for name in _COLUMNS] for row in self], self.entries.index(self.best)
 
 
+@checks_arguments
 def chunk_table(
     sample: Sequence[int],
     chunk_sides: Sequence[int | Sequence[int]],
@@ -124,11 +126,12 @@ def chunk_table(
         >>> len(table)
         3
     """
-    if isinstance(sample, int) or isinstance(chunk_sides, int):
+    if not isinstance(sample, Iterable) or not isinstance(chunk_sides, Iterable):
         raise PlanError(
             f"chunk_table({sample}, {chunk_sides}): give all sides of the sample and several sizes of chunk, such as "
             "chunk_table((64, 64), [32, 64])"
         )
+    sample = tuple(sample)  # one of numpy is neither true nor false
     for side in (*sample, *chain.from_iterable(one if isinstance(one, Iterable) else [one] for one in chunk_sides)):
         if not hasattr(side, "__index__"):
             raise PlanError(f"{side!r} is no side of a sample or chunk; give whole numbers of elements, such as 64")
@@ -139,8 +142,8 @@ def chunk_table(
         )
     if itemsize < 1:
         raise PlanError(f"itemsize is {itemsize}, but an element has at least 1 byte")
-    rows = tuple(_row(tuple(sample), chunk, itemsize, shape) for chunk in chunks)
-    return ChunkTable(sample=tuple(sample), itemsize=itemsize, entries=rows)
+    rows = tuple(_row(sample, chunk, itemsize, shape) for chunk in chunks)
+    return ChunkTable(sample=sample, itemsize=itemsize, entries=rows)
 
 
 def _row(sample: tuple[int, ...], chunk: tuple[int, ...], itemsize: int, shape: Sequence[int] | None) -> ChunkRow:

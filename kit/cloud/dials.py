@@ -102,9 +102,9 @@ class Dials:
                 changes[name] = {str(kind): share for kind, share in value.items()}
             if name in _SIZES and isinstance(value, str):
                 try:
-                    changes[name] = parse_bytes(value)
-                except ValueError as error:
-                    raise ConfigError([Problem(name, str(error))], "simulated cloud") from None
+                    changes[name] = parse_bytes(value, name)
+                except ConfigError as error:
+                    raise ConfigError(error.problems, "simulated cloud") from None
         return replace(self, **changes)
 
     def to_dict(self) -> dict[str, Any]:

@@ -21,14 +21,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import Any, Literal, Self, get_args
 
 from kit.arguments import takes_config
 from kit.committed.job import make_job, write_drafts
 from kit.committed.run import CommittedRun, LaunchLines
 from kit.committed.yaml import Job, committed_yaml
 from kit.config import Config, project_folder, resolve_path
-from kit.errors import ConfigError, Problem
+from kit.errors import ConfigError, Problem, did_you_mean
 from kit.json_text import read_json
 from kit.machine.machine import hardware
 from kit.records.row import PREDICTED, read_whole, row_of
@@ -82,6 +82,9 @@ def commit(
     if not isinstance(asked, Trial | None):
         message = f"{type(asked).__name__} is no trial; give one or its run directory, and module= and data= by name"
         raise ConfigError([Problem("trial", message)])
+    if slurm not in (known := get_args(Slurm)):
+        hint = did_you_mean(slurm, known[1:])
+        raise ConfigError([Problem("slurm", f"{slurm!r} is nothing that srun starts here{hint}")])
     found: Trial | None = asked
     write_drafts(module, data)
     job, notes = make_job(config, found, module, data, logger, callbacks, trainer)

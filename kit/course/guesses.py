@@ -21,6 +21,7 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from kit.arguments import checks_arguments
 from kit.config import project_folder
 from kit.errors import ConfigError, JsonError, Problem
 from kit.json_text import read_json, write_json
@@ -36,6 +37,8 @@ BOUNDS = {3: 1.1, 2: 1.5, 1: 3.0}
 MOST_POINTS = 3
 COLUMNS = ("question", "your guess", "predicted", "measured", "ratio", "guess / truth", "points")
 _NONE_YET = "–"
+_TOO_LARGE = 1e30
+"""No guess is as large; a file of guesses would not be read with a number of 309 digits in it."""
 Value = float | str
 
 
@@ -136,6 +139,7 @@ class Guess:
         return table + (html_list(self.notes) if self.notes else "")
 
 
+@checks_arguments
 def guess(question: str, value: Value | None = None, *, unit: str = "", choices: Sequence[str] = ()) -> Guess:
     """Ask for a guess, before the cell that knows.
 
@@ -149,13 +153,19 @@ def guess(question: str, value: Value | None = None, *, unit: str = "", choices:
         The guess; `guess.compare(predicted, measured)` sets it beside the answers.
 
     Raises:
-        ConfigError: for an answer that is no number, no size, or none of the choices.
+        ConfigError: for an answer that is no number from 0 on, no size, or none of the choices, and for a question
+            that is no text.
 
     Example:
         >>> asked = kit.course.guess("how many requests?", 100, unit="requests")
         >>> asked.compare(predicted=118, measured=120).points
         2
     """
+    for name, text in {"question": question, "unit": unit}.items():
+        if not isinstance(text, str) or (name == "question" and not text.strip()):
+            raise ConfigError([Problem(name, f"{text!r} is no text that a learner reads; write one")])
+    if isinstance(choices, str):
+        raise ConfigError([Problem("choices", f"{choices!r} is one text; give a list of answers")])
     asked = Guess(question=question, unit=unit, choices=tuple(choices))
     return replace(asked, guess=_checked(asked, "value", value))
 
@@ -183,16 +193,18 @@ def _checked(asked: Guess, name: str, value: Value | None) -> Value | None:
         message = f"is {value!r}, but the choices are {', '.join(map(repr, asked.choices))}"
         raise ConfigError([Problem(name, f"{message}: {asked.question}")])
     try:
-        if isinstance(value, str):
-            return parse_bytes(value) if asked.unit == "bytes" else float(value)
-        return float(value) if not float(value).is_integer() else int(value)
+        number = parse_bytes(value) if asked.unit == "bytes" and isinstance(value, str) else float(value)
+        if 0 <= number < _TOO_LARGE:
+            return int(number) if number == int(number) else number
     except (TypeError, ValueError, OverflowError):
-        raise ConfigError([Problem(name, f"is {value!r}, but must be {_how(asked.unit)}: {asked.question}")]) from None
+        pass
+    message = f"is {str(value)[:40]!r}, but must be {_how(asked.unit)}, from 0 on: {asked.question}"
+    raise ConfigError([Problem(name, message)])
 
 
 def _how(unit: str) -> str:
     """How an answer of this unit is written."""
-    number = f"a number {unit}" if unit.startswith("of ") else f"a number of {unit}"
+    number = "a number" if unit.startswith("of ") else f"a number of {unit}"
     return {"bytes": "a size such as '600 MiB'", "": "a number"}.get(unit, number)
 
 
@@ -239,6 +251,9 @@ class Score(Drawable):
         Raises:
             ConfigError: for a file that must not or cannot be written.
         """
+        asked: Any = path  # by a user, who may give anything
+        if not isinstance(asked, str | os.PathLike):
+            raise ConfigError([Problem("path", f"{type(asked).__name__} is no path; write such as 'guesses.html'")])
         page: Path = load("score.page")(self, Path(path).expanduser())
         return page
 

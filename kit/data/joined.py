@@ -8,8 +8,9 @@ and has what matches it of the others.
 
 The invariant: what is joined is cut, packed and compressed alike, and a store that another follows ends with a chunk
 (with a shard, where there are shards), so the bytes of a chunk are those that lie in its store. What lies side by side
-is cut as it likes. What cannot be joined so is refused with the reason; xarray joins it by reading, and
-`kit.data.PatchData(config, xarray_object)` takes that.
+is cut as it likes. Elements go by their place, so the coordinates of dimensions that stores share must be equal, as
+with xarray's `join="exact"`, unless those of the first store are to hold for all (`"override"`). What cannot be joined
+so is refused with the reason; xarray joins it by reading, and `kit.data.PatchData(config, xarray_object)` takes that.
 """
 
 from __future__ import annotations
@@ -32,10 +33,10 @@ from zarr.core.buffer import Buffer, BufferPrototype, default_buffer_prototype
 from zarr.storage import MemoryStore, WrapperStore
 
 from kit.config import Config
-from kit.data.dataset import Dataset, StoreDataset, XarrayStore
+from kit.data.dataset import Dataset, StoreDataset, XarrayDataset, XarrayStore
 from kit.data.files import split_group
 from kit.data.open_dataset import open_dataset, open_url
-from kit.data.places import Match, Matched, match_values, usual_step
+from kit.data.places import Match, Matched, difference, match_values, usual_step
 from kit.data.stores.url import read_object, redact
 from kit.data.variables import CALENDARS, GREGORIAN_STARTS, ArrayInfo, is_time_unit
 from kit.errors import ConfigError, Problem
@@ -45,6 +46,7 @@ _DOCUMENTS = ("zarr.json", ".zarray")
 _AT_ONCE = 16
 """Stores that are opened."""
 Unmatched = Literal["refuse", "leave-out", "missing"]
+Align = Literal["exact", "override"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,8 +81,9 @@ def join(
     *,
     match: Mapping[str, Match] | None = None,
     unmatched: Unmatched = "refuse",
+    align: Align = "exact",
 ) -> JoinedDataset:
-    """Several stores as one dataset; nothing is read but their metadata, and nothing is copied.
+    """Several stores as one dataset; nothing is read but metadata and coordinates, and nothing is copied.
 
     Args:
         stores: Paths, URLs or datasets that are open.
@@ -90,14 +93,16 @@ def join(
         match: How the elements of stores of another resolution are found along each dimension that differs, as
             `data.match`. A variable whose name an earlier store has is named with its store's number, as `sst_2`.
         unmatched: What an element of the first store without a match is, as `data.unmatched`.
+        align: Whether coordinates must be equal ("exact"), or those of the first store hold for all ("override"), as
+            `data.align`.
 
     Returns:
         The dataset, for `kit.data.PatchData(config, dataset)`. `data.more`, `data.join` and `data.match` of a config do
         the same.
 
     Raises:
-        ConfigError: when they are not cut, packed and named alike, with what differs; when coordinates cannot be
-            compared, or elements have no match.
+        ConfigError: when they are not cut, packed and named alike, with what differs; when coordinates differ, with
+            store, dimension and the first place; when they cannot be compared, or elements have no match.
         StoreError: when one cannot be opened.
 
     Example:
@@ -116,9 +121,15 @@ def join(
     arrays: dict[str, ArrayInfo] = {}
     owners: dict[str, tuple[int, str]] = {}
     notes: tuple[str, ...] = ()
+    if match and dimension:
+        raise _error(f"{dimension!r} makes stores follow one another, which data.match does not; set one of them")
+    sizes = _sizes(parts[0])
+    for name in match or ():
+        if name not in sizes or not any(name in _sizes(part) for part in parts[1:]):
+            raise _error(f"the first store and another must have {name!r}; they have {', '.join(sizes)}", "match")
+    beside = not dimension
+    _refuse_unlike(parts, {dimension, *(match or {})}, align, sized=bool(match or dimension), beside=beside)
     if match:
-        if dimension:
-            raise _error(f"{dimension!r} makes stores follow one another, which data.match does not; set one of them")
         arrays, owners, notes = _beside(parts, match, unmatched)
     elif not dimension:
         for part in parts:
@@ -129,7 +140,7 @@ def join(
                     )
                 arrays[name] = info
     else:
-        notes, follow = tuple(_unlike_coordinates(parts, dimension)), dimension in _sizes(parts[0])
+        notes, follow = tuple(_unlike_coordinates(parts, dimension, align)), dimension in sizes
         for name, info in parts[0].arrays.items():
             if all(name in part.arrays for part in parts) and (dimension in info.dims or not follow):
                 arrays[name] = _along(dimension, name, parts)
@@ -152,21 +163,34 @@ def join_config(config: Config) -> JoinedDataset:
     """The dataset of a config that names several stores."""
     data = config.data
     parts = _open_all(partial(open_url, config), (data.url, *data.more))
-    return join(parts, data.join, data.credentials, match=data.match, unmatched=data.unmatched)
+    return join(
+        parts, data.join, data.credentials, match=data.match, unmatched=data.unmatched, align=data.align
+    )  # fmt: skip
 
 
 def _open_all(
     open_one: Callable[[Any], Dataset], stores: Sequence[Dataset | str | PathLike[str]]
 ) -> tuple[Dataset, ...]:
-    """All of them; those far away at once, as each waits for answers. Libraries of files want one thread."""
+    """All of them; those far away at once."""
+    opened = _each(open_one, [one for one in stores if not isinstance(one, Dataset)])
+    return tuple(one if isinstance(one, Dataset) else next(opened) for one in stores)
+
+
+def _each(call: Callable[[Any], Any], stores: Sequence[Any]) -> Iterator[Any]:
+    """What it gives for each; of those far away at once, as each waits for answers. Libraries of files want one thread.
+
+    Args:
+        stores: Places, or whatever has a `url`.
+    """
 
     def is_far(one: Any) -> bool:
-        return isinstance(one, str) and "://" in one and split_group(one) is None
+        url = getattr(one, "url", one)
+        return isinstance(url, str) and "://" in url and split_group(url) is None
 
     with ThreadPoolExecutor(_AT_ONCE, "kit-open-stores") as threads:
-        found = [threads.submit(open_one, one) if is_far(one) else one for one in stores]
-        near = [one if isinstance(one, Dataset | Future) else open_one(one) for one in found]
-        return tuple(one.result() if isinstance(one, Future) else one for one in near)
+        found = [threads.submit(call, one) if is_far(one) else one for one in stores]
+        near = [one if isinstance(one, Future) else call(one) for one in found]
+        return iter([one.result() if isinstance(one, Future) else one for one in near])
 
 
 def _beside(
@@ -176,14 +200,10 @@ def _beside(
     first, sizes = parts[0], _sizes(parts[0])
     arrays, owners = dict(first.arrays), {name: (0, name) for name in first.arrays}
     together, notes = dict.fromkeys(sizes, 1), list[str]()
-    for name in match:
-        if name not in sizes or not any(name in _sizes(part) for part in parts[1:]):
-            raise _error(f"the first store and another must have {name!r}; they have {', '.join(sizes)}", "match")
     for number, part in enumerate(parts[1:], 2):
         found: dict[str, Matched] = {}
         for name in [name for name in _sizes(part) if name in sizes]:
             if name not in match:
-                _refuse_unlike(first, part, name)
                 continue
             one = found[name] = _match(first, part, name, match[name], unmatched == "leave-out")
             together[name] = max(together[name], one.longest_run)
@@ -236,23 +256,66 @@ def _told(first: Dataset, part: Dataset, name: str, how: Match, one: Matched) ->
     )
 
 
-def _refuse_unlike(first: Dataset, part: Dataset, name: str) -> None:
-    """Refuse two stores that differ along a dimension that is not matched.
+def _refuse_unlike(parts: Sequence[Dataset], but: set[str], align: Align, *, sized: bool, beside: bool) -> None:
+    """Refuse stores that differ along a dimension that they share; what manifests tell to be stored alike is not read.
+
+    Args:
+        but: Dimensions along which they may differ.
+        sized: Whether they must be of one size.
+        beside: Whether they lie side by side, so that matching is a way out.
 
     Raises:
-        ConfigError: with what differs.
+        ConfigError: with the store, the dimension, and the first place that differs.
     """
-    mine, theirs = _sizes(first)[name], _sizes(part)[name]
-    same = mine == theirs
-    if same and name in first.coordinates and name in part.coordinates:
-        (numbers, kind), (others, other_kind) = (_numbers(one, name) for one in (first, part))
-        same = kind == other_kind and np.array_equal(numbers, others)
-    if not same:
-        raise _error(
-            f"{name} has {mine} elements in {redact(first.url)} and {theirs} in {redact(part.url)}, of other values; "
-            "match it too, such as with nearest",
-            "match",
-        )
+    first, sizes = parts[0], _sizes(parts[0])
+    override = "data.align: override takes those of the first store for all, element by element"
+    for name in [name for name in sizes if name not in but]:
+        others = [part for part in parts[1:] if name in _sizes(part)]
+        for part in others:
+            if sized and sizes[name] != _sizes(part)[name]:
+                counts = f"{sizes[name]} elements in {redact(first.url)} and {_sizes(part)[name]} in {redact(part.url)}"
+                way_out = "match it too, such as with nearest" if beside else "select or build the same of each"
+                raise _error(f"{name} has {counts}; {way_out}", "match" if beside else "join")
+        others = [
+            part for part in others
+            if sizes[name] == _sizes(part)[name] and _is_index(part, name) and not _same_bytes(first, part, name)
+        ]  # fmt: skip
+        if align == "override" or not others or not _is_index(first, name):
+            continue
+        mine, *each = _each(partial(_index, name), [first, *others])
+        for part, theirs in zip(others, each, strict=True):
+            if told := difference(mine, theirs):
+                way_out = f"match {name} by its values, or {override}" if beside else override
+                raise _error(
+                    f"{name} of {redact(part.url)} differs from {redact(first.url)}: {told}; {way_out}", "align"
+                )
+
+
+def _is_index(part: Dataset, name: str) -> bool:
+    """Whether a dimension has a coordinate along it."""
+    return name in part.coordinates and part.coordinates[name].dims == (name,)
+
+
+def _same_bytes(first: Dataset, part: Dataset, name: str) -> bool:
+    """Whether manifests tell that a coordinate is stored alike."""
+    mine, theirs = (_checksums(one, name) for one in (first, part))
+    return bool(mine) and mine == theirs and first.coordinates[name].units == part.coordinates[name].units
+
+
+def _checksums(part: Dataset, name: str) -> list[Any] | None:
+    return None if part.manifest is None else [one.crc32c for one in part.manifest.objects if one.array == name]
+
+
+def _index(name: str, part: Dataset) -> tuple[NDArray[Any], str]:
+    """The values along a dimension, and what they are where they are times that numpy does not have."""
+    values, units = part.coordinate(name), part.coordinates[name].units
+    if values.dtype.kind == "O":
+        return values, str(getattr(values[0], "calendar", ""))
+    if values.dtype.kind not in "iuf" or not is_time_unit(units):
+        return values, ""
+    holder = next((one for one in getattr(part, "parts", ()) if name in one.coordinates), part)
+    array = None if isinstance(holder, XarrayDataset) else holder.open_array(name)
+    return values, units if array is None else f"{units} of the calendar {array.attrs.get('calendar', 'standard')}"
 
 
 def _numbers(part: Dataset, name: str) -> tuple[NDArray[Any], str]:
@@ -300,16 +363,14 @@ def _comparable(part: Dataset, name: str) -> tuple[NDArray[Any], str]:
     return numbers, "times" if known else f"times of the calendar {calendar}"
 
 
-def _unlike_coordinates(parts: Sequence[Dataset], dimension: str) -> Iterator[str]:
+def _unlike_coordinates(parts: Sequence[Dataset], dimension: str, align: Align) -> Iterator[str]:
     """The coordinates that are others in another store, as far as units, sizes and manifests tell; nothing is read."""
     first = parts[0]
-    for name in [name for name in first.coordinates if name != dimension]:
+    compared = {name for name in first.coordinates if align == "exact" and _is_index(first, name)}
+    for name in [name for name in first.coordinates if name not in {dimension, *compared}]:
         for part in [part for part in parts[1:] if name in part.coordinates]:
             mine, theirs = (one.coordinates[name] for one in (first, part))
-            sums = [
-                None if one.manifest is None else [item.crc32c for item in one.manifest.objects if item.array == name]
-                for one in (first, part)
-            ]
+            sums = [_checksums(one, name) for one in (first, part)]
             unlike = (mine.units, mine.shape) != (theirs.units, theirs.shape)
             if unlike or (None not in sums and sums[0] != sums[1]):
                 yield f"{name} is another in {redact(part.url)}, whose elements go by their place"

@@ -247,6 +247,24 @@ def match_values(mine: NDArray[Any], theirs: NDArray[Any], how: Match, *, leave_
     return Matched(index.astype(np.int64), len(theirs), None if known.all() else known, leave_out)
 
 
+def difference(mine: tuple[NDArray[Any], str], theirs: tuple[NDArray[Any], str]) -> str:
+    """Where two coordinates, each with the kind of its values, differ, and by how much; empty where they are equal."""
+    (one, kind), (other, other_kind) = mine, theirs
+    if kind != other_kind:
+        return f"{kind or 'other values'} and {other_kind or 'other values'}"
+    numbers = one.dtype.kind in "iuf" and other.dtype.kind in "iuf"
+    if numbers or one.dtype.kind == other.dtype.kind == "M":
+        unlike = ~((one == other) | ((one != one) & (other != other)))
+    else:
+        unlike = np.array([a != b for a, b in zip(one.tolist(), other.tolist(), strict=True)])
+    (places,) = np.nonzero(unlike)
+    if not len(places):
+        return ""
+    at = int(places[0])
+    apart = f", {np.abs(one.astype(float) - other.astype(float))[places].max():.2g} apart at most" if numbers else ""
+    return f"{len(places):,} of {len(one):,} elements{apart}; that at {at} is {other[at]} and not {one[at]}"
+
+
 def usual_step(numbers: NDArray[Any]) -> Any:
     """The longest step of a coordinate that is no gap; 0 where there is one element."""
     steps = np.abs(np.diff(numbers))

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Literal, get_args
 import numpy as np
 from numpy.typing import NDArray
 
+from kit.arguments import takes_config
 from kit.data.open_dataset import open_dataset
 from kit.data.places import MOST_CELLS, Places, cell_starts
 from kit.errors import ConfigError, Problem, did_you_mean
@@ -262,6 +263,7 @@ def _regions(config: Config, array: ArrayInfo, wanted: Mapping[str, float], guar
     )  # fmt: skip
 
 
+@takes_config
 def split(config: Config) -> Split | None:
     """Which parts of the store of a config are trained on, validated on and tested on.
 

@@ -25,7 +25,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
-from kit.arguments import config_first
+from kit.arguments import check_count, config_first
 from kit.config import Config
 from kit.memory.prediction import estimate_here
 from kit.memory.query import MemoryQuery, find_target_device, make_query
@@ -43,6 +43,7 @@ _FAR = 8
 """Times the batch of the data that is recorded at least, where two neighbouring batches do not foretell all others."""
 CHECKED_FRACTION = 0.01
 """Of a peak that was recorded, how far one foretold there may be off for others to be foretold too."""
+_LARGEST = 2**31 - 1
 Scaling = BatchScaling | Recording | str
 """How a recording follows the batch: in proportion, not at all (activations unknown), or why it is not known."""
 
@@ -137,7 +138,10 @@ class MemoryModel:
             KitError: what `predict_memory` raises.
         """
         query, target = self._varied(device, accumulate, world_size)
-        batch_size = batch_size or self.batch_size
+        if batch_size is None:
+            batch_size = self.batch_size
+        else:
+            check_count("batch_size", batch_size, _LARGEST)
         found = self._scaling(query)
         if isinstance(found, str):
             found = self._bent(query, batch_size)
@@ -165,7 +169,7 @@ class MemoryModel:
     ) -> tuple[MemoryQuery, DeviceTarget]:
         if device is None and accumulate is None and world_size is None:
             return self.query, self.target
-        config, ranks = self.config, world_size or self.query.world_size
+        config, ranks = self.config, self.query.world_size if world_size is None else world_size
         if accumulate is not None:
             config = config.replace({"levers.accumulate_grad_batches": accumulate})
         target = self.target if device is None else find_target_device(device, config, ranks)

@@ -18,15 +18,16 @@ Invariant: the present value is among the marks of a dial, and every mark leaves
 
 from __future__ import annotations
 
-import difflib
 import math
+import numbers
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, TypeGuard, overload
 
+from kit.arguments import takes_config
 from kit.config import Config
-from kit.errors import ConfigError, Problem
+from kit.errors import ConfigError, Problem, did_you_mean
 from kit.tables import html_list, html_table, text_table
 from kit.targets import UNKNOWN, class_constant, signature_of
 from kit.trial.payload import Part
@@ -241,11 +242,9 @@ class ModelDials(Sequence[Dial]):
     def _named(self, name: str) -> Dial:
         found = next((dial for dial in self if dial.name == name), None)
         if found is None:
-            names = [dial.name for dial in self]
-            close = difflib.get_close_matches(name, names, n=1)
             why = f" ({self.others[name]})" if name in self.others else ""
-            hint = f"did you mean {close[0]!r}?" if close else f"the dials are {', '.join(names) or 'none'}"
-            raise ConfigError([Problem(f"{MODEL_ARGUMENTS}.{name}", f"is no dial{why}; {hint}")])
+            hint = did_you_mean(name, [dial.name for dial in self] or ["none"], otherwise="the dials are {}")
+            raise ConfigError([Problem(f"{MODEL_ARGUMENTS}.{name}", f"is no dial{why}{hint}")])
         return found
 
     @overload
@@ -288,6 +287,7 @@ class ModelDials(Sequence[Dial]):
         return [*filter(None, [self.note, self.order_sentence]), *turned, *others]
 
 
+@takes_config
 def model_dials(config: Config, module: Any = None, data: Any = None, *, also: Sequence[str] = ()) -> ModelDials:
     """The arguments of a model that set its size, such as its width and depth, with their values.
 
@@ -303,31 +303,35 @@ def model_dials(config: Config, module: Any = None, data: Any = None, *, also: S
 
     Raises:
         TargetError: for an import path that leads nowhere.
+        ConfigError: for a name in `also` that is no argument with a whole number.
 
     Example:
         >>> [size.name for size in kit.memory.sizes(config, "kit.models:GPT")][:2]
         ['width', 'layers']
     """
     part = Part.of(module)
+    also = [also] if isinstance(also, str) else also
     if part.kind in ("instance", "factory"):
         return ModelDials(config, (), {}, f"{part} has no dials: its size is settled; give a class or an import path")
     target = config.model.target if part.kind == "default" else part.value
     signature, stated = signature_of(target), _stated(target)
     arguments = {**_known(signature or {}), **config.model.arguments}
+    if absent := [name for name in also if not _is_number(arguments.get(name), name)]:
+        numbers = [name for name, value in arguments.items() if _is_number(value, name)]
+        message = f"{absent[0]!r} is no argument of the model with a whole number from 1 on"
+        raise ConfigError([Problem("also", message + did_you_mean(absent[0], numbers))])
     dials, others = find_dials(arguments, _data_arguments(data, config), also, stated)
     unread = "the arguments of the model cannot be read: these are those that the config gives"
     order = [dial.name for dial in dials if dial.name in stated]
     return ModelDials(config, dials, others, unread if signature is None else "", order)
 
 
-def _fitting(dial: Dial, value: float) -> float:
+def _fitting(dial: Dial, value: Any) -> float:
     """The value as the argument takes it."""
-    if dial.whole and (type(value) is not int or value < 1):
-        problem = f"{value!r} is no size; give 1 or more"
-    elif isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
-        problem = f"{value!r} is no {dial.kind}; give a number above 0"
-    else:
-        return value if dial.whole else float(value)
+    kind = numbers.Integral if dial.whole else numbers.Real
+    if not isinstance(value, bool) and isinstance(value, kind) and 0 < float(value) < math.inf:
+        return int(float(value)) if dial.whole else float(value)
+    problem = f"{value!r} is no {dial.kind}; give a {'whole number from 1 on' if dial.whole else 'number above 0'}"
     raise ConfigError([Problem(f"{MODEL_ARGUMENTS}.{dial.name}", problem)])
 
 

@@ -137,6 +137,8 @@ def _record(
                 return _recorded(run, payload, batch_size, patience, guess)
             except UnansweredError:
                 return dataclasses.replace(found, facts=found.facts | {"unknown": patience.message, "refused": False})
+            except Exception as error:  # the module cannot be made so
+                return dataclasses.replace(found, facts=found.facts | {"unknown": str(error) or "?", "refused": True})
 
         recording = settle(recording, otherwise_answered)
     notes = [*said, *recording.facts.get("notes", ()), *payload["notes"]]

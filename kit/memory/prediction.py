@@ -18,7 +18,7 @@ from kit.memory.replay.cards import THIS_MACHINE, DeviceTarget
 from kit.memory.replay.estimate import MemoryEstimate, estimate
 from kit.memory.replay.replay import Recording
 from kit.memory.residual_table import residuals_here
-from kit.trial.payload import batch_rule
+from kit.trial.payload import batch_rule, warn_of_unused
 
 
 @config_first
@@ -66,6 +66,7 @@ def predict_memory(
     query, target = make_query(module, data, config, device, world_size)
     rule = batch_rule(query.data, query.config)
     rule.warn()
+    warn_of_unused(query.module, query.config)
     (recording,) = recordings_of(RecordingRequest(query), timeout_seconds)
     found = estimate_here(query, recording, target)
     note = rule.made(found.batch_size).note

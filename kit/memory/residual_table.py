@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, overload
 
+from kit.arguments import checks_arguments
 from kit.json_text import read_json
 from kit.machine.processes import machine
 from kit.memory.replay.estimate import Residuals
@@ -121,6 +122,7 @@ class ResidualTable(Sequence[Residual]):
 _EMPTY = "No run holds both a prediction and a measurement of memory yet; kit.fit(config) makes one."
 
 
+@checks_arguments
 def residuals(folder: str | Path = "runs") -> ResidualTable:
     """How far memory predictions were from measurements so far, by machine and device.
 

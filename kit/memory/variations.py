@@ -24,7 +24,7 @@ from kit.memory.recordings import RecordingRequest, record_all
 from kit.memory.replay.cards import THIS_MACHINE, DeviceTarget
 from kit.memory.replay.estimate import MemoryEstimate
 from kit.tables import html_list, html_table, text_table
-from kit.trial.payload import batch_rule
+from kit.trial.payload import batch_rule, refuse_unused, warn_of_unused
 from kit.units import format_bytes
 
 Variations = Mapping[str, Sequence[Any]] | Sequence[Mapping[str, Any]]
@@ -153,10 +153,12 @@ def what_if(
     """
     given, target = make_query(module, data, config, device, _ranks(config, world_size))
     batch_rule(given.data, given.config).warn()
+    warn_of_unused(given.module, given.config)
     combinations = [*_combinations(variations, given.config)]
     asked: list[RecordingRequest | KitError] = []
     for changes in combinations:
         try:
+            refuse_unused(given.module, given.data, changes)
             varied = _changed(given.config, changes, world_size)
             query = given.with_config(varied, target, _ranks(varied, world_size))
             asked.append(RecordingRequest(query))

@@ -30,6 +30,7 @@ from html import escape
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from kit.arguments import checks_arguments
 from kit.config import Config
 from kit.errors import ConfigError, Problem, did_you_mean
 from kit.memory.alongside import is_predicting
@@ -49,10 +50,12 @@ KINDS = {
 }
 """Kinds of runs, in words, of one and of several."""
 _TICK_SECONDS, _SAY_SECONDS = 0.1, 0.5
+_MOST_NAMES = 8
 _MOST_BEFORE = 100
 """Runs that are looked at for the speed of another: a chart does not wait for thousands."""
 
 
+@checks_arguments
 def results(
     folder: str | Path = "runs",
     *,
@@ -118,7 +121,16 @@ class Asked:
         mine = [row for row in rows if self._is_mine(row)]
         shown = [row for row in mine if self.kind in ("all", row["kind"] or "trial")]
         others = Counter(row["kind"] for row in mine if row not in shown)
-        return Results(map(_with_state, reversed(shown)), str(runs_folder(self.folder)), self._note(others))
+        where, note = str(runs_folder(self.folder)), self._note(others)
+        if rows and not mine:
+            where += "".join(f" of {what} {one!r}" for what, one in self._of.items() if one is not None)
+            names = dict.fromkeys(str(row["name"]) for row in reversed(rows))
+            note = f"not shown: runs of {', '.join([*names][:_MOST_NAMES])}; {Asked(self.folder).code} shows them"
+        return Results(map(_with_state, reversed(shown)), where, note)
+
+    @property
+    def _of(self) -> dict[str, str | None]:
+        return {"name": self.name, "notebook": self.notebook}
 
     def _runs(self) -> list[RunPaths]:
         folders = (self.folder, runs_folder(self.folder) / CALIBRATIONS)
@@ -139,7 +151,7 @@ class Asked:
     @property
     def code(self) -> str:
         """The call of `results`."""
-        named = {"name": self.name, "notebook": self.notebook, "kind": None if self.kind == "trial" else self.kind}
+        named = {**self._of, "kind": None if self.kind == "trial" else self.kind}
         given = [] if str(self.folder) == Config().trial.folder else [repr(str(self.folder))]
         given += [f"{name}={value!r}" for name, value in named.items() if value is not None]
         return f"kit.results({', '.join(given)})"
@@ -198,7 +210,7 @@ class Results(Sequence[Row]):
         """
         equals = [(_value_of(name), value) for name, value in equal.items()]
         kept = (row for row in self if all(value_of(row) == value for value_of, value in equals))
-        return Results((row for row in kept if condition is None or condition(row)), self._where)
+        return Results((row for row in kept if condition is None or condition(row)), "" if len(self) else self._where)
 
     def best(self, column: str = "samples_per_second", *, lowest: bool = False) -> Row:
         """The row with the highest (or lowest) value; the newest of equals.
@@ -237,7 +249,7 @@ class Results(Sequence[Row]):
     @property
     def _empty(self) -> str:
         more = f"\n{self.note}" if self.note else ""
-        return f"No trials yet in {self._where or 'this selection'}; kit.fit(config) makes one.{more}"
+        return f"No trials in {self._where or 'this selection'}; kit.fit(config) makes one.{more}"
 
 
 def _value_of(name: str) -> Callable[[Row], Any]:

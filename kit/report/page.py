@@ -20,6 +20,7 @@ from os import PathLike
 from pathlib import Path
 from typing import Any
 
+from kit.arguments import checks_arguments
 from kit.charts import style as look
 from kit.config import Config
 from kit.errors import ConfigError, KitError, Problem, TrialError
@@ -47,6 +48,7 @@ _STYLE = Path(__file__).with_name("html_report.css").read_text(encoding="utf-8")
 _POLICY = "default-src 'none'; style-src 'unsafe-inline'; img-src data:"
 
 
+@checks_arguments
 def html_report(trials: Given | Sequence[Given], path: str | Path, *, title: str = "", overwrite: bool = False) -> Path:
     """Write one HTML file with the charts and tables of trials, which opens offline.
 
@@ -97,11 +99,14 @@ def refuse_other_files(file: Path, way_out: str = "") -> None:
 
 
 def refuse_folder(file: Path, example: str) -> None:
-    """Refuse the path of a folder.
+    """Refuse the path of a folder, or of a file that no browser takes for a page.
 
     Raises:
         ConfigError: for such a path, with `example` as the name of a file that would do.
     """
+    if file.suffix.lower() not in ("", ".html", ".htm"):
+        message = f"{file.name}: a page is HTML, which opens by its ending; write {file.with_suffix('.html').name}"
+        raise ConfigError([Problem("path", message)])
     if file.is_dir():
         raise ConfigError([Problem("path", f"{file} is a folder; name the file, such as {file / example}")])
 

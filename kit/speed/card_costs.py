@@ -109,8 +109,9 @@ class CardCosts:
         of_peak = reached.of_peak * (HOPPER if self.card.capability >= (9, 0) else 1.0)
         compute = self.peak_seconds(call, work) * _padding(call, work.kind) / of_peak
         memory = self._seconds_of_bytes(work.bytes, reached)
-        seconds = max(compute, memory) + self._layout_seconds(call, work.kind) + KERNEL_SECONDS
-        return Cost(seconds, reached.doubt, "datasheet", slowest(compute, memory, KERNEL_SECONDS))
+        start = KERNEL_SECONDS * _kernels_in_turn(call, work.kind)
+        seconds = max(compute, memory) + self._layout_seconds(call, work.kind) + start
+        return Cost(seconds, reached.doubt, "datasheet", slowest(compute, memory, start))
 
     def peak_seconds(self, call: OperatorCall, work: Work) -> float:
         """Of its products at the stated peak of the units that they use."""
@@ -141,6 +142,12 @@ class CardCosts:
         dtype = call.inputs[0].dtype if call.inputs else "float32"
         may = kind in ("convolution", "recurrent") or (self.tf32 and kind in ("matmul", "attention"))
         return "tf32" if may and dtype == "float32" and self.card.capability >= (8, 0) else dtype
+
+
+def _kernels_in_turn(call: OperatorCall, kind: Kind) -> int:
+    """Kernels of a call that wait for each other: a product and what follows it, for each step and layer of cuDNN's
+    recurrent kernels."""
+    return max(1, 2 * int(call.arguments[-1])) if kind == "recurrent" and call.name.startswith("_cudnn_rnn") else 1
 
 
 def _group_width(call: OperatorCall, kind: Kind) -> int:

@@ -12,6 +12,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from kit.arguments import takes_config
 from kit.config import Config
 from kit.machine.machine import hardware, resolve_devices
 from kit.memory.replay.calls import OperatorCall, TensorSpec
@@ -54,6 +55,7 @@ class Peaks:
         return f"{self.device} reached {flops}, and {format_bytes(self.bytes_per_second)}/s of memory traffic"
 
 
+@takes_config
 def device_peaks(config: Config, *, again: bool = False) -> Peaks:
     """The peak FLOP/s and bandwidth of the devices that a config trains on, measured in about two seconds.
 

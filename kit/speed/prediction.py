@@ -38,7 +38,7 @@ from kit.speed.operators import StepOperators, shared_step, step_of, why_not_sha
 from kit.speed.pricing import Bound, Costs, StepTime, price
 from kit.tables import html_list, text_table
 from kit.trial.directory import RunPaths
-from kit.trial.payload import batch_rule
+from kit.trial.payload import batch_rule, warn_of_unused
 from kit.units import format_count, format_seconds
 
 _FULL_BYTES, _HALF_BYTES = 4, 2
@@ -99,6 +99,7 @@ def predict_speed(
         config = config.replace({"hardware.devices": devices})
     query, target = make_query(module, data, config, device, devices)
     batch_rule(query.data, query.config).warn()
+    warn_of_unused(query.module, query.config)
     recording, strategy, why = _recorded(query, target, timeout_seconds)
     reasons += why
     costs: Costs
@@ -288,9 +289,12 @@ def _edges(recording: Recording, step: StepOperators) -> tuple[list[str], float]
         found.append(
             f"data decides how much each expert or selection gets ({', '.join(routed)}); it is priced as whole"
         )
-    guessed = any(guess.startswith(GUESSED_CONDITION) for guess in facts.get("guesses", ()))
-    if guessed or facts.get("conditions") or facts.get("bounds"):
-        found.append("the step depends on numbers that a dry run does not have; it is priced as that one went")
+    if any(call.name.startswith("_scaled_dot_product_flex") for call in step.calls):
+        found.append("flex attention is priced as whole, whatever its mask leaves out")
+    guessed = [guess for guess in facts.get("guesses", ()) if guess.startswith(GUESSED_CONDITION)]
+    if unknown := list(dict.fromkeys([*guessed, *facts.get("conditions", ()), *facts.get("bounds", ())])):
+        more = f", and {len(unknown) - 1} more" if len(unknown) > 1 else ""
+        found.append(f"the step depends on numbers that a dry run does not have; it is priced as if {unknown[0]}{more}")
     return found, _UNMODELLED_DOUBT if found else 1.0
 
 

@@ -72,7 +72,7 @@ _KIND_OF: tuple[tuple[Kind, tuple[str, ...]], ...] = (
     ("convolution", ("convolution", "_slow_conv", "slow_conv", "mkldnn_convolution", "_convolution", "cudnn_conv")),
     ("recurrent", ("mkldnn_rnn", "_cudnn_rnn", "_thnn_fused", "lstm", "gru")),
     ("matmul", ("mm", "addmm", "bmm", "baddbmm", "addbmm", "mv", "addmv", "dot", "linear", "matmul",
-                "_scaled_mm", "_grouped_mm")),
+                "_scaled_mm", "_grouped_mm", "_scaled_grouped_mm")),
     ("normalization", (
         "native_layer_norm", "native_group_norm", "native_batch_norm", "_native_batch_norm", "cudnn_batch_norm",
         "batch_norm", "_batch_norm", "_fused_rms_norm", "_softmax", "_log_softmax", "_safe_softmax", "renorm",
@@ -186,17 +186,38 @@ def _recurrent_backward(call: OperatorCall) -> int:
     return 2 * _recurrent(call)
 
 
+def _cudnn(call: OperatorCall) -> int:
+    """Of each step of each sequence, in all layers: it meets every matrix of weights."""
+    source, weights = call.arguments[:2]
+    matrices = sum(spec.elements for spec in weights if len(spec.shape) > 1)
+    return int(2 * math.prod(source.shape[:-1]) * matrices)
+
+
+def _cudnn_backward(call: OperatorCall) -> int:
+    return 2 * _cudnn(call)
+
+
+def _first_product(call: OperatorCall) -> int:
+    """Of products whose scales and ends of groups come after the matrices."""
+    left, right = call.inputs[:2]
+    return 2 * left.elements * right.shape[-1]
+
+
 _FLOPS: tuple[tuple[str, Callable[[OperatorCall], int]], ...] = (
     ("_scaled_dot_product_fused_attention_overrideable_backward", _attention_backward),
     ("_scaled_dot_product_flash_attention_for_cpu_backward", _attention_backward),
     ("_scaled_dot_product_flash_attention_backward", _attention_backward),
     ("_scaled_dot_product_efficient_attention_backward", _attention_backward),
     ("_scaled_dot_product_cudnn_attention_backward", _attention_backward),
+    ("_scaled_dot_product_flex_attention_backward", _attention_backward),
     ("_scaled_dot_product", _attention),
     ("convolution_backward", _convolution_backward),
     ("convolution", _convolution),
     ("mkldnn_rnn_layer_backward", _recurrent_backward),
     ("mkldnn_rnn_layer", _recurrent),
+    ("_cudnn_rnn_backward", _cudnn_backward),
+    ("_cudnn_rnn", _cudnn),
+    ("_grouped_mm", _first_product), ("_scaled_mm", _first_product), ("_scaled_grouped_mm", _first_product),
     ("linear", _linear),
     ("addmv", _vector), ("mv", _vector), ("dot", _vector), ("vdot", _vector),
     ("mm", _product), ("addmm", _product), ("bmm", _product), ("baddbmm", _product), ("addbmm", _product),

@@ -185,15 +185,15 @@ class BackOff(Attempts):
         folder = _series_folder(given, "back-off")
         super().__init__("back-off", module, data, given.replace({"trial.folder": str(folder)}), folder)
         self.given, self._start, self._keeps = given, start, keep_global_batch
-        self._global = given.loader.batch_size * given.levers.accumulate_grad_batches
+        self.global_batch = given.loader.batch_size * given.levers.accumulate_grad_batches
 
     def sizes(self) -> SizeRule:
-        return shrinking(self._start, self._global if self._keeps else None)
+        return shrinking(self._start, self.global_batch if self._keeps else None)
 
     def adapt(self, batch_size: int) -> Config:
         changes = {"loader.batch_size": batch_size}
         if self._keeps:
-            changes["levers.accumulate_grad_batches"] = self._global // batch_size
+            changes["levers.accumulate_grad_batches"] = self.global_batch // batch_size
         return self.base.replace(changes)
 
     @property
@@ -256,6 +256,10 @@ def back_off(config: Any = None, module: Any = None, data: Any = None, *, keep_g
     start, reasons = _start(config, module, data, keep_global_batch)
     made = BackOff(module, data, config, start, keep_global_batch)
     made.reasons += reasons
+    first = next(made.sizes())
+    if first < start:
+        samples = made.global_batch
+        made.reasons.append(f"{first} is the largest batch up to {start} that divides the {samples} samples of a step")
     if limit_bytes := config.hardware.device_memory_bytes:
         made.reasons.append(f"devices of {format_bytes(limit_bytes)}")
     return made.start()

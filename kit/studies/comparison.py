@@ -19,6 +19,7 @@ from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
+from kit.arguments import checks_arguments
 from kit.config import Config
 from kit.errors import ConfigError, Problem, TrialError
 from kit.records.results import Results
@@ -217,6 +218,7 @@ class Comparison(Drawable):
         return f'<div style="overflow-x: auto">{table}</div>{html_list(self.sentences)}'
 
 
+@checks_arguments
 def compare(*runs: Trial | Tried | Results | Row | str | Path | Iterable[Any], names: Sequence[str] = ()) -> Comparison:
     """Compare runs: the settings that differ, and speed and memory as mean and spread.
 

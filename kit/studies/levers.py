@@ -14,8 +14,9 @@ without `chunk_step` (`kit.train.SequenceChunks`) has no second line, and the re
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from numbers import Integral
 from typing import Any, Literal
 
 from kit.arguments import config_first
@@ -26,6 +27,7 @@ from kit.registry import Drawable
 from kit.studies.repeats import MOST, Tried, try_change
 from kit.studies.series import measured_bytes, samples_per_second
 from kit.tables import cell, html_list, html_table, text_table
+from kit.trial.payload import Part, refuse_unused
 from kit.trial.trial import try_out
 
 Change = Mapping[str, Any]
@@ -131,6 +133,14 @@ class LeversCheck(Drawable):
         low, high = step.tried.noise
         return f"{'no difference: ' * (step.tried.verdict == 'within the noise')}{shown} ({low:.2f} to {high:.2f})"
 
+    def _is_shifted(self, step: LeverStep) -> bool:
+        """Whether its samples/s over the first's lie outside of what the runs in turn say."""
+        first = self.steps[0].samples_per_second
+        if step.tried is None or not first or not step.samples_per_second or not step.tried.after.samples_per_second:
+            return False
+        low, high = step.tried.noise
+        return not low <= step.samples_per_second / first <= high
+
     @property
     def sentences(self) -> tuple[str, ...]:
         units = "memory is the peak allocated on one device, speed that of all devices together"
@@ -139,9 +149,14 @@ class LeversCheck(Drawable):
             f"{step.name}: no difference in speed was found; one of {step.tried.visible:.0%} would have been seen"
             for step in self.steps if step.tried is not None and step.tried.verdict == "within the noise"
         )  # fmt: skip
+        shifted = [
+            f"{step.name}: {step.samples_per_second:,.1f} samples/s are of one run, in which the machine was not as "
+            "fast as in that of the first config, or faster; believe the fraction, which is of runs in turn"
+            for step in self.steps if self._is_shifted(step)
+        ]  # fmt: skip
         against = "the row above" if self.cumulative else "the first"
         compared = f"saved is measured against {against}; a fraction below 1 is less than that of the first config"
-        return (units, compared, *even, *notes)
+        return (units, compared, *shifted, *even, *notes)
 
     def __repr__(self) -> str:
         return "\n".join([text_table(_COLUMNS, self.rows), *(f"- {text}" for text in self.sentences)])
@@ -182,6 +197,8 @@ def verify_levers(
         >>> check = kit.studies.verify_levers(config, MyModule, MyData, levers=levers, repeats=2)
     """
     changes = _changes(config, levers)
+    for change in changes.values():
+        refuse_unused(Part.of(module), Part.of(data), change)
     steps, below = [_measured("as configured", module, data, config)], config
     for name, change in changes.items():
         shown = f"+ {name}" if cumulative else name
@@ -203,10 +220,13 @@ def _changes(config: Config, levers: str | Change | Sequence[str | Change] | Non
             if name != "fused optimizer" and any(config.get(path) != value for path, value in change.items())
         }
     found: dict[str, Change] = {}
-    for lever in [levers] if isinstance(levers, str | Mapping) else levers:
+    asked: Any = levers  # by a user, who may give anything
+    for lever in asked if isinstance(asked, list | tuple) else [asked]:
         if isinstance(lever, Mapping):
+            for path in lever:
+                config.get(path)  # which refuses one that there is not
             found[", ".join(f"{path.rpartition('.')[2]}: {value}" for path, value in lever.items())] = lever
-        elif lever in LEVERS:
+        elif isinstance(lever, str) and lever in LEVERS:
             found[lever] = LEVERS[lever]
         else:
             hint = did_you_mean(lever, LEVERS, "there are {}")
@@ -334,10 +354,12 @@ def verify_sequences(
         >>> sorted(check.lengths)
         [16, 32]
     """
-    ordered = tuple(sorted(set(lengths)))
-    if len(ordered) < 2 or ordered[0] < 1:
-        message = f"{list(lengths)} are too few to compare; give two or more numbers of positions, 1 or more each"
+    asked: Any = lengths  # by a user, who may give anything
+    listed = set(asked) if isinstance(asked, Iterable) else {asked}
+    if len(listed) < 2 or not all(isinstance(one, Integral) and int(one) > 0 for one in listed):
+        message = f"{lengths!r} cannot be compared; give two or more whole numbers of positions, 1 or more each"
         raise ConfigError([Problem("lengths", message)])
+    ordered = tuple(sorted(map(int, listed)))
     if chunk < 1:
         raise ConfigError([Problem("chunk", f"a chunk of {chunk} positions is empty; use 1 or more")])
     if not (isinstance(data, type | str)):

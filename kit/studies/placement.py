@@ -215,7 +215,7 @@ def placements(
     from kit.data.rows.loader import RowData
     from kit.data.rows.rows import open_rows
 
-    given = [data] if isinstance(data, str | PathLike) else [*data]
+    given: list[Any] = [*data] if isinstance(data, list | tuple) else [data]
     opened = [open_rows(source) for source in given]
     if not opened:
         raise ConfigError([Problem("data", "there is no array; give at least one")])
@@ -226,8 +226,8 @@ def placements(
                 "placements of one to those of the other"
             )
             raise ConfigError([Problem("data", message)])
-    first, limit_bytes = opened[0], parse_bytes(page_cache_bytes)
-    study = _Study(module, first, config, parse_bytes(device_bytes))
+    first, limit_bytes = opened[0], parse_bytes(page_cache_bytes, "page_cache_bytes")
+    study = _Study(module, first, config, parse_bytes(device_bytes, "device_bytes"))
     rows = [study.on_the_device()]
     kept = RowData(str(given[0]), in_memory=True, row_block=row_block)
     rows.append(study.run(f"{_name(first)} in memory", kept, in_memory=True))

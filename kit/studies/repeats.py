@@ -21,11 +21,13 @@ from dataclasses import dataclass, replace
 from html import escape
 from typing import Any, Literal
 
+from kit.arguments import checks_arguments
 from kit.config import Config
 from kit.errors import ConfigError, KitError, Problem, StoreError, TrialError
 from kit.studies.series import samples_per_second
 from kit.tables import FRAME, html_list, html_table, text_table
 from kit.trial.directory import contents_to_run
+from kit.trial.payload import Part, refuse_unused
 from kit.trial.submit import again
 from kit.trial.trial import Trial, try_out
 
@@ -195,6 +197,7 @@ class Tried:
         return title + html_table(_COLUMNS, self.rows) + html_list(self.sentences[1:])
 
 
+@checks_arguments
 def try_change(
     *given: Any, module: Any = None, data: Any = None, change: Change | None = None, new_module: Any = None,
     new_data: Any = None, new_batch_size: int | None = None, repeats: int = MOST, seconds: float = MOST_SECONDS,
@@ -288,6 +291,8 @@ def _afterwards(
     if source.earlier is not None and (new_module is not None or new_data is not None):
         message = "an earlier trial keeps its module and data; give module, data and config in its place"
         raise ConfigError([Problem("new_module", message)])
+    if source.earlier is None:
+        refuse_unused(Part.of(source.module), Part.of(source.data), change or {})
     config = source.config.replace(change or {})
     if config.data.url != source.config.data.url and config.data.source is not None:
         from kit.data.build.build import build

@@ -374,6 +374,28 @@ def check_parts(module: Part, data: Part, config: Config) -> None:
         _check_call(part, path, arguments)
 
 
+def warn_of_unused(module: Part, config: Config, stacklevel: int = 3) -> None:
+    """Say that `model.arguments` make nothing where the module is made already, or by a function."""
+    if module.kind in ("instance", "factory") and config.model.arguments:
+        message = (
+            f"model.arguments ({', '.join(config.model.arguments)}) are not used: {module} is made without them; give "
+            "its class or an import path to have it made with them"
+        )
+        warnings.warn(message, KitWarning, stacklevel=stacklevel)
+
+
+def refuse_unused(module: Part, data: Part, changes: Mapping[str, Any]) -> None:
+    """Refuse changes of arguments with which nothing is made.
+
+    Raises:
+        ConfigError: naming the part that is made already, or by a function.
+    """
+    for path, part in (("model.arguments", module), ("data.arguments", data)):
+        if part.kind in ("instance", "factory") and any(one.startswith(path) for one in changes):
+            message = f"changes nothing, as {part} is made without them; give its class or an import path"
+            raise ConfigError([Problem(path, message)])
+
+
 def _check_call(part: Part, path: str, arguments: Mapping[str, Any], way_out: str = "") -> None:
     """Refuse a class or function that cannot be called with these arguments."""
     try:

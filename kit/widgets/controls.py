@@ -90,8 +90,8 @@ def write_control(info: FieldInfo, control: Any, value: Any) -> None:
 
 def show(info: FieldInfo, value: Any) -> str:
     """A value as the text its control is edited in."""
-    if value is None:
-        return ""
+    if value is None or isinstance(value, str):
+        return value or ""
     if isinstance(value, Mapping):
         if info.kind == "arguments" and value:
             return json.dumps(plain(value))

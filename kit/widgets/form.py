@@ -125,7 +125,15 @@ class ConfigForm:
             self._accept(config, ())
 
     def edit(self, changes: Mapping[str, Any]) -> None:
-        """Put values into controls, all before any is judged, as if they had been typed at once; others stay."""
+        """Put values into controls, all before any is judged, as if they had been typed at once; others stay.
+
+        Raises:
+            ConfigError: for a path that is no field.
+        """
+        for path in changes:
+            if path not in self._fields:
+                self._config.get(path)  # which says what was meant
+                raise ConfigError([Problem(path, "is a part of a field; give the field as a whole")])
         with self._mutex:
             self._write(changes)
             self._accept(*self._apply([*changes][-1]))

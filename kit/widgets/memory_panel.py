@@ -77,11 +77,15 @@ def memory_panel(
 
     Raises:
         PlanError: for an unknown GPU model.
+        ConfigError: for a name in `sizes` that is no argument with a whole number.
 
     Example:
         >>> shown = kit.memory.panel(config, device="A100-40GB")
         >>> shown.close()
     """
+    if sizes:
+        model_dials(config, module, data, also=sizes)  # which refuses names that there are not
+    cards = [cards] if isinstance(cards, str) else cards
     return MemoryPanel(config, module, data, device=device, cards=cards, sizes=sizes)
 
 
@@ -338,7 +342,7 @@ class DialsView:
     """
 
     def __init__(self, form: ConfigForm, module: Any = None, data: Any = None, also: Sequence[str] = ()) -> None:
-        self._form, self._module, self._data, self._also = form, module, data, tuple(also)
+        self._form, self._module, self._data, self._also = form, module, data, also
         self.dials = ModelDials(form.config, (), {})
         self.fields: dict[str, Any] = {}
         self.sliders: dict[str, StepsSlider] = {}

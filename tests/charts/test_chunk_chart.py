@@ -190,3 +190,15 @@ def test_planning_and_charts_load_neither_torch_nor_pyplot_nor_matplotlib_before
         "assert not {'torch', 'matplotlib.pyplot'} & set(sys.modules), 'on drawing'"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=PATIENCE_SECONDS)
+
+
+@pytest.mark.parametrize("given", [3, None, [3], "abc", {"a": 3}])
+@pytest.mark.parametrize("subject", ["plan", "table"])
+def test_what_is_no_measurement_is_refused_with_what_makes_one(subject, given):
+    with pytest.raises(PlanError, match="measure_reading" if subject == "plan" else "give a plan"):
+        SUBJECTS[subject]().figure(measured=given)
+
+
+def test_a_single_measurement_is_drawn_as_a_list_of_one():
+    chart = plan().figure(measured=Given((3, 64, 64), 10.0, 20.0))
+    assert [text.get_text() for text in chart.axes[0].texts] == ["0.50"]

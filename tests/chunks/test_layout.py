@@ -246,3 +246,11 @@ def test_any_item_size_and_one_dimension():
     answer = plan(dims="x", shape=(10**6,), itemsize=24, patch={"x": 1000}, chunk="auto")
     assert answer.patch_bytes == 24_000
     assert answer.chunk_bytes == answer.chunk[0] * 24
+
+
+def test_chunks_that_samples_share_are_counted_as_chunks_beside_the_requests_of_a_batch():
+    patch, chunk = {"time": 2, "lat": 48, "lon": 80}, {"time": 4, "lat": 180, "lon": 320}
+    answer = plan(shape=(48, 180, 360), patch=patch, chunk=chunk, batch_size=5, variables=3)
+    (told,) = [reason for reason in answer.reasons if "batch share" in reason]
+    chunks = answer.chosen.requests_per_batch
+    assert f"{chunks:.3g} chunks" in told

@@ -29,7 +29,7 @@ def points(value, truth, **options):
 def test_a_guess_shows_itself_and_what_to_do():
     asked = kit.course.guess("how much?", unit="bytes")
     assert re.search("^- how much. write .*size such as '600 MiB' in place of None", str(asked))
-    assert "write a number of 4" in str(kit.course.guess("how many fit?", unit="of 4"))
+    assert "write a number in place" in str(kit.course.guess("how many fit?", unit="of 4"))
     answered = kit.course.guess("how much?", "7 MiB", unit="bytes")
     assert str(answered) == "- how much? you say 7 MiB"
     assert answered.compare(measured=8 << 20)._repr_html_().count("<tr") == 2
@@ -156,3 +156,21 @@ def test_points_fall_with_the_factor_and_both_ways_alike(guess, truth):
     factor = max(guess / truth, truth / guess)
     if all(abs(factor - bound) > 1e-9 * bound for bound in BOUNDS.values()):
         assert there == back == max((points for points, bound in BOUNDS.items() if factor <= bound), default=0)
+
+
+@pytest.mark.parametrize(
+    ("asked", "at_fault"),
+    [
+        ({"question": None, "value": 3}, "question"),
+        ({"question": " ", "value": 3}, "question"),
+        ({"question": "q", "value": 3, "unit": None}, "unit"),
+        ({"question": "q", "value": "a", "choices": "abc"}, "choices"),
+        *(({"question": "q", "value": value}, "value") for value in ("nan", float("inf"), -3, 1e308, 10**400)),
+    ],
+)
+def test_what_no_file_of_guesses_could_hold_is_refused_when_it_is_asked(project, asked, at_fault):
+    kit.course.guess("before", 3).compare(measured=4)
+    with pytest.raises(ValueError, match=at_fault) as caught:
+        kit.course.guess(**asked).compare(measured=4)
+    assert len(str(caught.value)) < 200
+    assert [one.question for one in kit.course.score().guesses] == ["before"]

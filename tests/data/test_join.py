@@ -107,7 +107,7 @@ def test_years_follow_one_another_whoever_wrote_them(tmp_path, kind):
 @pytest.mark.parametrize("kind", MAKERS)
 def test_members_of_an_ensemble_are_a_dimension_of_their_own(tmp_path, kind):
     places = [MAKERS[kind](tmp_path, number) for number in range(2)]
-    joined = kit.data.join(places, "member")
+    joined = kit.data.join(places, "member", align="override")  # their times are others
     assert joined.arrays["sst"].dims == ("member", "time", "lat", "lon")
     whole = np.stack([field(number) for number in range(2)])
     check(config_of(**{"data.patch": {"member": 2, "time": 3, "lat": 4, "lon": 5}}), joined, whole)
@@ -232,12 +232,97 @@ def test_a_static_field_that_each_year_holds_is_that_of_the_first(tmp_path):
     data.teardown()
 
 
-def test_members_whose_times_are_others_say_so(tmp_path):
-    same, other = with_xarray(tmp_path, 0), with_xarray(tmp_path, 1, first=-SHAPE[0])
-    assert "is another" not in str(kit.data.join([same, other], "member"))
-    group = zarr.open_group(str(other), mode="r+")
-    group["time"].attrs["units"] = "days since 2002-01-01"
-    assert f"time is another in {other}" in str(kit.data.join([same, other], "member"))
+def coordinates(place, **values):
+    """A store with these coordinates, `(values, attributes)` each, written by zarr, of whatever type they are."""
+    group = zarr.open_group(str(place), mode="w")
+    for name, (data, attributes) in values.items():
+        group.create_array(name, data=np.asarray(data), dimension_names=(name,), attributes=attributes)
+    shape = tuple(len(data) for data, _ in values.values())
+    group.create_array("sst", data=np.zeros(shape, "float32"), chunks=(1,) * len(shape), dimension_names=(*values,))
+    return str(place)
+
+
+DAYS, LATITUDES = (np.arange(4), {"units": "days since 2001-01-01"}), (np.array([1.0, 2.0, 3.0]), {})
+ALIKE = {
+    "the same": (DAYS, LATITUDES),
+    "times in other units": ((np.arange(4) * 24, {"units": "hours since 2001-01-01"}), LATITUDES),
+    "another type": (DAYS, (LATITUDES[0].astype("float32"), {})),
+}
+OTHERS = {
+    "a later year": ((DAYS[0], {"units": "days since 2002-01-01"}), LATITUDES, "time", "2002-01-01"),
+    "another calendar": ((DAYS[0], DAYS[1] | {"calendar": "360_day"}), LATITUDES, "time", "360_day"),
+    "turned over": (DAYS, (LATITUDES[0][::-1], {}), "lat", "2 of 3 elements, 2 apart at most; that at 0 is 3.0"),
+    "rounded": (DAYS, ([1.0, 2.0, 3.0 + 1e-9], {}), "lat", "1 of 3 elements, 1e-09 apart"),
+    "fewer": (DAYS, (LATITUDES[0][:2], {}), "lat", "3 elements"),
+}  # fmt: skip
+
+
+def refused_by_xarray(places):
+    """Whether xarray, which users know, joins these with `join="exact"`."""
+    xarray = pytest.importorskip("xarray")
+    opened = [xarray.open_zarr(place, consolidated=False) for place in places]
+    try:
+        xarray.concat(opened, "member", join="exact")
+    except (ValueError, TypeError):
+        return True
+    return False
+
+
+@pytest.mark.parametrize("case", ALIKE)
+@pytest.mark.parametrize("dimension", ["member", ""])
+def test_members_with_equal_coordinates_are_joined_however_these_are_stored(tmp_path, case, dimension):
+    time, lat = ALIKE[case]
+    places = [coordinates(tmp_path / "0", time=DAYS, lat=LATITUDES), coordinates(tmp_path / "1", time=time, lat=lat)]
+    assert not refused_by_xarray(places)
+    if not dimension:
+        zarr.open_group(places[1], mode="r+").create_array(
+            "ice", data=np.zeros((4, 3), "float32"), dimension_names=("time", "lat")
+        )
+        del zarr.open_group(places[1], mode="r+")["sst"]
+    assert "is another" not in str(kit.data.join(places, dimension))
+
+
+@pytest.mark.parametrize("case", OTHERS)
+def test_members_with_other_coordinates_are_refused_with_store_dimension_and_place(tmp_path, case):
+    time, lat, dimension, told = OTHERS[case]
+    places = [coordinates(tmp_path / str(number), time=DAYS, lat=LATITUDES) for number in range(2)]
+    places.append(coordinates(tmp_path / "2", time=time, lat=lat))
+    assert refused_by_xarray(places)
+    config = config_of(**{"data.url": places[0], "data.more": tuple(places[1:]), "data.join": "member"})
+    with pytest.raises(ConfigError) as refused:
+        open_dataset(config)
+    assert all(word in str(refused.value) for word in (places[2], dimension, told))
+    assert places[1] not in str(refused.value)
+    if case == "fewer":
+        return
+    assert "override" in str(refused.value)
+    joined = open_dataset(config.replace({"data.align": "override"}))
+    assert joined.arrays["sst"].shape == (3, 4, 3)
+    assert np.array_equal(joined.coordinate("lat"), LATITUDES[0])
+
+
+def test_years_on_another_grid_are_refused(tmp_path):
+    later = (np.arange(4, 8), DAYS[1])
+    places = [
+        coordinates(tmp_path / "0", time=DAYS, lat=LATITUDES),
+        coordinates(tmp_path / "1", time=later, lat=LATITUDES),
+    ]
+    assert kit.data.join(places, "time").coordinate("time")[-1] == np.datetime64("2001-01-08")
+    places.append(coordinates(tmp_path / "2", time=later, lat=(LATITUDES[0] + 1, {})))
+    with pytest.raises(ConfigError, match=r"data\.align: lat .*differs"):
+        kit.data.join(places, "time")
+
+
+def test_names_of_stations_are_compared_too(tmp_path):
+    xarray = pytest.importorskip("xarray")
+    places = []
+    for number, names in enumerate((["a", "b"], ["a", "b"], ["b", "a"])):
+        made = xarray.Dataset({"flow": (("station", "time"), np.zeros((2, 3), "float32"))}, {"station": names})
+        made.to_zarr(tmp_path / f"{number}.zarr", encoding={"flow": {"chunks": (1, 3)}}, zarr_format=2)
+        places.append(tmp_path / f"{number}.zarr")
+    assert kit.data.join(places[:2], "member").arrays["flow"].shape == (2, 2, 3)
+    with pytest.raises(ConfigError, match="station .* that at 0 is b and not a"):
+        kit.data.join(places, "member")
 
 
 def test_members_behind_plain_http_are_found_by_the_names_of_their_variables(cloud, tmp_path):

@@ -15,7 +15,7 @@ from kit.cloud.simulated import simulated_cloud
 from kit.config import Config
 from kit.data.patches import probe as probing
 from kit.data.patches.probe import Load, Prober, probe, quantile, step_seconds
-from kit.errors import StoreError
+from kit.errors import ConfigError, StoreError
 from kit.machine.endpoints import VARIABLE
 
 SLOW = {"latency_seconds": 0.06, "bandwidth_bytes_per_second": 2e6, "total_bandwidth_bytes_per_second": 8e6}
@@ -116,7 +116,7 @@ def test_nothing_to_probe_is_said_at_once(tmp_path):
     empty.create_array("a", shape=(8, 8), chunks=(8, 8), dtype="f4", dimension_names=("y", "x"))
     with pytest.raises(StoreError, match="no chunk"):
         probe(str(tmp_path / "empty.zarr"))
-    with pytest.raises(StoreError, match="allow 1 MiB at least"):
+    with pytest.raises(ConfigError, match="allow 1 MiB at least"):
         probe(str(tmp_path / "empty.zarr"), most_bytes="1 KiB")
 
 

@@ -9,7 +9,7 @@ from properties import examples
 
 from kit.config import Config
 from kit.data.build.schedulers import advise_schedule
-from kit.errors import PlanError
+from kit.errors import ConfigError, PlanError
 
 GIB = 1 << 30
 
@@ -95,7 +95,7 @@ def test_this_machine_is_looked_at_when_nothing_is_said():
 
 def test_memory_may_be_written_with_its_unit():
     assert str(advise_schedule(cores=20, ranks=1, memory_bytes="128 GiB")) == str(advise(20, 1, gib=128))
-    with pytest.raises(PlanError, match="memory_bytes: 'plenty' .*size"):
+    with pytest.raises(ConfigError, match="memory_bytes: 'plenty' .*size"):
         advise_schedule(cores=20, ranks=1, memory_bytes="plenty")
 
 

@@ -84,7 +84,8 @@ def with_wait(diagnosis):
     found = diagnosis.evidence
     rest = (1 - WAIT) / (1 - found.shares["wait"])
     shares = {part: rest * share for part, share in found.shares.items()} | {"wait": WAIT}
-    return judge(replace(found, shares=shares), RunSource(None, None, found.config))
+    reading = replace(found, shares=shares, read_seconds=WAIT * found.step_seconds)
+    return judge(reading, RunSource(None, None, found.config))
 
 
 def test_the_readme_and_the_recipe_name_its_mistakes():

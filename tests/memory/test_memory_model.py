@@ -7,7 +7,7 @@ import re
 import pytest
 import torch
 
-from kit.errors import ConfigError
+from kit.errors import ConfigError, KitWarning
 from kit.memory import recordings
 from kit.memory.batch_model import largest_batch, memory_model
 from kit.memory.prediction import predict_memory
@@ -302,3 +302,21 @@ def test_a_variation_that_cannot_run_is_a_row_with_its_reason(config):
 def test_what_cannot_be_varied_is_refused(config, variations, message):
     with pytest.raises(ConfigError, match=message):
         what_if(config(), Deep, data, variations=variations, device=CARD)
+
+
+@pytest.mark.parametrize("path", ["model.arguments", "model.arguments.width"])
+def test_arguments_of_a_module_that_is_made_already_are_no_silent_variation(config, path):
+    given = config().replace({"model.arguments": {"width": 256}})
+    with pytest.warns(KitWarning, match=r"model\.arguments \(width\)"):
+        table = what_if(given, Deep(64), data, variations=[{path: {"width": 8} if path[-1] == "s" else 8}], device=CARD)
+    assert [row.estimate is None for row in table] == [False, True]
+    assert "Deep is made without" in table[1].reason
+
+
+@pytest.mark.parametrize("size", [0, -1, "64", 2.5, True])
+def test_a_batch_that_is_none_is_refused_and_not_taken_for_the_data_s_own(config, size):
+    model = memory_model(config(), Deep, data, device=CARD)
+    with pytest.raises(ConfigError, match="batch_size: "):
+        model.estimate(size)
+    with pytest.raises(ConfigError, match="world_size: "):
+        model.estimate(4, world_size=0)

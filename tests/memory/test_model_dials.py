@@ -2,6 +2,7 @@
 
 import re
 
+import numpy
 import pytest
 from lightning.pytorch import LightningModule
 from waiting import PATIENCE_SECONDS
@@ -100,8 +101,9 @@ def test_data_of_a_source_does_not_follow():
     [
         ({"widht": 64}, r"model\.arguments\.widht: .*no dial; .*'width'"),
         ({"heads": 4}, r"no dial \(heads .*width.*width, layers, context"),
-        ({"width": 0}, "0 is no size"),
-        ({"width": 6.5}, "6.5 is no size"),
+        ({"width": 0}, "0 is no width"),
+        ({"width": 64.0}, "64.0 .*whole number"),
+        ({"width": "64"}, "'64' is no width"),
     ],
 )
 def test_what_cannot_be_turned_is_refused(values, message):
@@ -195,3 +197,17 @@ class Wrong(Mine):
 def test_an_order_that_is_no_mapping_is_refused():
     with pytest.raises(ConfigError, match="dial_order .*map arguments"):
         kit.memory.sizes(Config(), Wrong)
+
+
+def test_a_size_named_by_hand_may_be_one_text_and_must_be_there():
+    assert [dial.name for dial in kit.memory.sizes(gpt(), also="heads") if dial.kind == "size"] == ["heads"]
+    with pytest.raises(ConfigError, match=r"also: 'headz'.*'heads'"):
+        kit.memory.sizes(gpt(), also=["headz"])
+    with pytest.raises(ConfigError, match=r"Config.load\('recipe.yaml'\)"):
+        kit.memory.sizes("recipe.yaml")
+
+
+@pytest.mark.parametrize("value", [numpy.int64(64), numpy.int32(64)])
+def test_a_whole_number_of_numpy_turns_a_dial(value):
+    changed = gpt().replace(kit.memory.sizes(gpt()).changes(width=value))
+    assert type(changed.model.arguments["width"]) is int

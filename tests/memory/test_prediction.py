@@ -232,6 +232,21 @@ def test_a_module_that_cannot_be_made_fails_as_its_fit_does(config):
     assert "no such size" in predicted.value.details
 
 
+class Chosen(Wide):
+    """Refuses to be made of fewer than two chosen weights, as an adapter may that has a mask."""
+
+    def __init__(self):
+        super().__init__()
+        if len(torch.nonzero(torch.rand(8) > 0.5)) < 2:
+            raise ValueError("too few weights are chosen")
+
+
+def test_a_module_that_could_not_be_made_with_a_guess_turned_is_answered(config):
+    found = predict_memory(config(), Chosen, data)
+    assert found.complete
+    assert found.device_allocated_bytes == predict_memory(config(), Wide, data).device_allocated_bytes
+
+
 def test_a_step_that_fails_leaves_what_is_known(config):
     class Broken(Wide):
         def training_step(self, batch, batch_idx):

@@ -95,7 +95,7 @@ def test_it_asks_before_it_answers(cells):
 
 def test_no_two_notebooks_ask_the_same():
     text = "\n".join(path.read_text() for path in NOTEBOOKS)
-    asked = re.findall(r'kit\.course\.guess\((?:\\n",\s*")?\s*\\"(.*?)\\"', text)
+    asked = re.findall(r'kit\.course\.guess\((?:\\n",\s*")?\s*f?\\"(.*?)\\"', text)
     assert len(asked) == len(set(asked)) >= 10
 
 

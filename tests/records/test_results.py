@@ -364,3 +364,14 @@ def test_a_prediction_that_is_being_made_is_waited_for(tmp_path, capsys):
     writer.write("trial_ended", **COMPLETE, cause=None)
     writer.close()
     assert results(tmp_path / "runs")[0]["prediction"] is None, "it ended without an answer"
+
+
+def test_runs_that_a_name_leaves_out_are_not_said_to_be_none_yet(tmp_path):
+    for name in ("first", "second"):
+        make_run(tmp_path, {"name": name}, end=COMPLETE)
+    for shown in (repr(results(tmp_path, name="frist")), results(tmp_path, name="frist")._repr_html_()):
+        assert "frist" in shown
+        assert "second" in shown
+        assert f"kit.results(&#x27;{tmp_path}&#x27;)" in shown or f"kit.results('{tmp_path}')" in shown
+    assert "frist" not in repr(results(tmp_path, name="first"))
+    assert str(tmp_path) not in repr(results(tmp_path).where(name="frist"))

@@ -1,6 +1,7 @@
 """The step of one device as several share it, beside dry runs of the strategy itself: modules of torch, MONAI, kit."""
 
 import copy
+import os
 from dataclasses import replace
 
 import pytest
@@ -8,6 +9,8 @@ import torch
 from lightning.pytorch import LightningModule
 from torch import nn
 from torch.nn import functional
+from torch.profiler import ProfilerActivity, profile
+from torch.utils.checkpoint import checkpoint
 
 from kit.config import Config
 from kit.memory.record.dry_run import DryRun, record
@@ -82,6 +85,17 @@ class AskingTorch(Stepped):
     def training_step(self, batch, batch_idx):
         loss = super().training_step(batch, batch_idx)
         return loss / torch.distributed.get_world_size() if torch.distributed.is_initialized() else loss
+
+
+class AskingLauncher(Stepped):
+    def configure_optimizers(self):
+        several = int(os.environ.get("WORLD_SIZE", "1")) > 1
+        return (torch.optim.SGD if several else torch.optim.AdamW)(self.parameters(), lr=0.1)
+
+
+class Checkpointed(Stepped):
+    def training_step(self, batch, batch_idx):
+        return functional.cross_entropy(checkpoint(self.model, batch[0], use_reentrant=False), batch[1])
 
 
 class Unused(Stepped):
@@ -171,12 +185,32 @@ def test_more_devices_optimize_less_each(alone):
     [
         (Asking, "ddp", "test_shared_steps.py"),
         (AskingTorch, "fsdp", "test_shared_steps.py"),
+        (AskingLauncher, "ddp", "configure_optimizers"),
         (Unused, "ddp", "gradient"),
     ],
 )
 def test_a_step_that_may_differ_on_several_devices_says_why(module, strategy, said):
     one = dry((lambda: module(nn.Linear(64, 10)), lambda: RandomData(VECTORS, 4)))
     assert said in why_not_shared(one, strategy)
+
+
+def test_what_a_launcher_says_is_there_where_several_are_recorded():
+    step = step_of(dry((lambda: AskingLauncher(nn.Linear(64, 10)), lambda: RandomData(VECTORS, 4)), "ddp"))
+    optimizing = {step.calls[number].name for number in step.call[step.phase == 3].tolist()}
+    assert "_foreach_add_" in optimizing
+    assert "_foreach_addcdiv_" not in optimizing
+
+
+def test_what_autograd_copies_of_an_unpacked_tensor_is_no_operator():
+    """As many as torch's profiler counts in a backward pass that is real."""
+    made = Checkpointed(nn.Sequential(nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 10)))
+    step = step_of(dry((lambda: copy.deepcopy(made), lambda: RandomData(VECTORS, 4)), kind="cpu", precision="32-true"))
+    backward = step.call[step.phase == 2].tolist()
+    loss = made.training_step((torch.rand(4, 64), torch.zeros(4, dtype=torch.long)), 0)
+    with profile(activities=[ProfilerActivity.CPU]) as seen:
+        loss.backward()
+    (real,) = [entry.count for entry in seen.key_averages() if entry.key == "aten::detach"]
+    assert sum(step.calls[number].name == "detach" for number in backward) == real
 
 
 def test_a_step_of_several_is_not_taken_for_one_of_one_device():

@@ -1,5 +1,6 @@
 import itertools
 import json
+import re
 import threading
 
 import pytest
@@ -199,7 +200,10 @@ def test_the_largest_batch_is_not_started_from_where_gradients_must_stay_beside_
     assert attempt.outcome == "fits"
     assert attempt.batch_size < found.batch_size
     assert attempt.batch_size * attempt.accumulate_grad_batches == 4 * found.batch_size
-    assert "gradients stay" in " ".join(done.reasons)
+    told = " ".join(done.reasons)
+    assert "gradients stay" in told
+    fits = int(re.search(r"(\d+) is predicted to fit", told)[1])
+    assert ("divides" in told) == (attempt.batch_size < fits)
     again = kit.studies.back_off(large, Wide, loader(), keep_global_batch=True).wait(PATIENCE_SECONDS)
     assert [one.batch_size for one in again.attempts] == [attempt.batch_size]
     alone = kit.studies.back_off(large, Wide, loader()).wait(PATIENCE_SECONDS)

@@ -52,6 +52,7 @@ def test_a_run_is_foretold_with_time_money_energy_and_what_holds_it_up(one):
     assert run.caps[0].devices == 1
     assert "France" in str(run)
     assert "EUR" in str(run)
+    assert "no step waited" not in str(run)
     assert not run.checks
 
 

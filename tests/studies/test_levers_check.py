@@ -63,6 +63,18 @@ def test_a_lever_without_effect_says_which_difference_would_have_been_seen(check
     assert any(re.match(r"\+ bf16-mixed: no difference .* one of \d%", text) for text in found.sentences)
 
 
+def test_samples_of_one_run_that_the_runs_in_turn_contradict_are_not_to_be_believed(check):
+    first, *_, last = check.steps
+    even = {"samples_per_second": (100.0, 102.0, 98.0)}
+    tried = replace(last.tried, **{side: replace(getattr(last.tried, side), **even) for side in ("before", "after")})
+    for factor, is_told in ((9, True), (1, False)):
+        step = replace(last, tried=tried, samples_per_second=factor * first.samples_per_second)
+        found = replace(check, steps=(*check.steps[:-1], step))
+        assert any(re.match(r"\+ bf16-mixed: .*believe", text) for text in found.sentences) == is_told
+        texts = [text.get_text() for text in levers_figure(found).axes[1].texts]
+        assert "× 1.00" in texts[-1]
+
+
 def test_a_lever_that_cannot_run_stands_there_with_its_reason_and_the_next_goes_on(config):
     check = kit.studies.verify_levers(
         config(max_steps=3), model, data, levers=[NO_SUCH_BLOCKS, {"loader.pin_memory": False}], repeats=2
@@ -86,7 +98,25 @@ def test_levers_alone_do_not_build_on_each_other(config):
     assert not check.steps[2].config.levers.gradient_checkpointing
 
 
-@pytest.mark.parametrize(("levers", "words"), [(["magic"], "'magic' .*there are"), ([], "no levers")])
-def test_unknown_levers_and_empty_lists_of_levers_are_refused(config, levers, words):
+@pytest.mark.parametrize(
+    ("levers", "words"),
+    [
+        (["magic"], "'magic' .*there are"),
+        ([], "no levers"),
+        (3, "3 is no lever"),
+        ([["flash attention"]], "is no lever"),
+        ({"levers.optimiser": "sgd"}, "mean levers.optimizer"),
+        ({"model.arguments.layers": 2}, "model.arguments: .*made without"),
+    ],
+)
+def test_levers_that_there_are_not_are_refused_before_anything_runs(config, levers, words):
+    given = config()
     with pytest.raises(ConfigError, match=words):
-        kit.studies.verify_levers(config(), model, data, levers=levers)
+        kit.studies.verify_levers(given, model, data, levers=levers)
+    assert not kit.results(given.trial.folder, kind="all")
+
+
+@pytest.mark.parametrize("lengths", [128, ["64", "128"], [64], [64, 0], [64.5, 128], None])
+def test_lengths_that_cannot_be_compared_are_refused(config, lengths):
+    with pytest.raises(ConfigError, match="lengths: .*two or more"):
+        kit.studies.verify_sequences(config(), model, "kit.models:Tokens", lengths=lengths, chunk=16)

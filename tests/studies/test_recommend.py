@@ -107,6 +107,8 @@ def test_a_refusal_says_by_how_much_and_gives_no_config(config):
     least = min(tried.estimate.total_bytes[1] for tried in found.tried)
     assert format_bytes(least - 100_000) in found.refusal
     assert "too much" in str(found)
+    of_a_size = advised(given, 1, device="1 MB").refusal
+    assert of_a_size.count("977 KiB") == 1
     with pytest.raises(PlanError, match="nothing fits .*small CPU"):
         found.config  # noqa: B018
     assert "<table" in found._repr_html_()

@@ -124,11 +124,13 @@ def test_what_fails_before_the_change_is_raised(config):
         ({}, "nothing is changed"),
         ({"change": {"loader.batchsize": 2}}, "mean loader.batch_size"),
         ({"new_batch_size": 0}, "a batch of 0 is empty"),
+        ({"module": TinyModule(), "change": {"model.arguments.width": 2}}, "model.arguments: .*made without"),
+        ({"data": TinyData(), "change": {"data.arguments.batch_size": 2}}, "data.arguments: .*made without"),
     ],
 )
 def test_what_says_nothing_is_refused_before_anything_runs(config, options, words):
     with pytest.raises(ConfigError, match=words):
-        kit.studies.try_change(config(), TinyModule, TinyData, **options)
+        kit.studies.try_change(config(), **{"module": TinyModule, "data": TinyData, **options})
 
 
 def test_arguments_that_are_no_trial_are_refused(config):

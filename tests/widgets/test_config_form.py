@@ -289,3 +289,11 @@ def test_an_edit_that_does_not_fit_waits_in_a_control_that_nobody_has_seen(form)
     form.search.value = "validation fraction"
     assert form.controls["data.validation_fraction"].value == "7.0"
     assert "data.validation_fraction" in shown_in(form)
+
+
+def test_an_edit_takes_sizes_as_text_and_names_a_path_that_is_no_field(form):
+    form.edit({"chunking.target_shard_bytes": "3 MiB"})
+    assert form.config.chunking.target_shard_bytes == 3 << 20
+    for path, words in (("loader.batchsize", "mean loader.batch_size"), ("model.arguments.width", "part of a field")):
+        with pytest.raises(ConfigError, match=words):
+            form.edit({path: 3})

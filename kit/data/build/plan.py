@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from kit.arguments import takes_config
 from kit.config import Config
-from kit.data.build.layout import plan_chunks
+from kit.data.build.layout import plan_chunks, refuse_no_plan
 from kit.data.build.open_source import load_source
 from kit.data.build.rechunk import Grouping, Recut, TwoPasses, group_regions, intermediate_chunk, two_passes
 from kit.data.build.schedulers import RUNTIME_BYTES, Slots, slots_of
@@ -168,6 +168,7 @@ def plan_build(config: Config, plan: ChunkPlan | None = None, *, source: Any = N
         >>> kit.data.plan_build(ocean).tasks >= 1
         True
     """
+    refuse_no_plan(plan)
     opened = load_source(config, source)
     chunks = plan or plan_chunks(config, source=opened)
     return plan_tasks(config, make_blueprint(config, opened, chunks), opened)

@@ -33,6 +33,7 @@ from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from typing import Any, Literal
 
+from kit.arguments import checks_arguments
 from kit.config import Config
 from kit.errors import BuildError, ConfigError, PlanError, Problem
 from kit.machine.machine import hardware, resolve_devices, share
@@ -313,6 +314,7 @@ class Schedule:
         return table + html_warnings(self.warnings) + html_list(self.reasons)
 
 
+@checks_arguments
 def advise_schedule(
     config: Config | None = None,
     *,
@@ -337,16 +339,14 @@ def advise_schedule(
 
     Raises:
         PlanError: for less than one core, rank or byte.
+        ConfigError: for memory that is no size.
 
     Example:
         >>> schedule = kit.data.advise_schedule(cores=16, ranks=4, memory_bytes="128 GiB")
         >>> len(schedule.reasons) > 0
         True
     """
-    try:
-        memory_bytes = None if memory_bytes is None else parse_bytes(memory_bytes)
-    except ValueError as error:
-        raise PlanError(f"memory_bytes: {error}") from None
+    memory_bytes = None if memory_bytes is None else parse_bytes(memory_bytes, "memory_bytes")
     cores = share().cores if cores is None else cores
     memory_bytes = share().memory_bytes if memory_bytes is None else memory_bytes
     if ranks is None:

@@ -6,6 +6,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from kit.arguments import checks_arguments
 from kit.config import Config
 from kit.data.build.build import Progress, make_progress
 from kit.data.open_dataset import read_manifest, refuse_unfinished
@@ -39,6 +40,7 @@ class Verification:
         return "\n  ".join(lines) + ("\n  ..." if len(self.faults) > 10 else "")
 
 
+@checks_arguments
 def verify(
     config_or_url: Config | str,
     credentials: str = "default",

@@ -26,11 +26,11 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from math import prod
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from zarr.core.sync import sync
 
-from kit.arguments import no_config
+from kit.arguments import checks_arguments, no_config
 from kit.chunks.geometry import place_of
 from kit.config import Config
 from kit.data.dataset import Dataset
@@ -42,12 +42,9 @@ from kit.data.stores.url import redact, sizes_of_objects
 from kit.data.stream.codec import StoredArray
 from kit.data.stream.fetch import leaves, open_client, read_index
 from kit.data.variables import ArrayInfo
-from kit.errors import StoreError, UnreachableStoreError
+from kit.errors import ConfigError, Problem, StoreError, UnreachableStoreError
 from kit.tables import html_table
 from kit.units import format_bytes, format_count, format_seconds, parse_bytes
-
-if TYPE_CHECKING:
-    pass
 
 _MOST_KEYS = 24
 _MOST_IN_FLIGHT = 128
@@ -164,6 +161,7 @@ class Probe:
         return html_table(_COLUMNS, self._rows(), caption=self._headline())
 
 
+@checks_arguments
 def probe(store: str | Config | Dataset, credentials: str = "default", *, most_bytes: int | str = "1 GiB") -> Probe:
     """Measure the latency, bandwidth and decoding speed of a store in a few seconds. Nothing is written.
 
@@ -176,6 +174,7 @@ def probe(store: str | Config | Dataset, credentials: str = "default", *, most_b
         The measurement. `apply(config)` puts it into the section `chunking`.
 
     Raises:
+        ConfigError: for a budget that is no size, or below 1 MiB.
         StoreError: when there is no store, it does not answer, or it holds no chunk.
 
     Example:
@@ -183,12 +182,12 @@ def probe(store: str | Config | Dataset, credentials: str = "default", *, most_b
         >>> found.apply(ocean).chunking.latency_seconds < 1
         True
     """
+    budget = parse_bytes(most_bytes, "most_bytes")
+    if budget < 1 << 20:
+        raise ConfigError([Problem("most_bytes", f"{budget} bytes are too few to probe with; allow 1 MiB at least")])
     dataset = store if isinstance(store, Dataset) else open_dataset(store, credentials)
     if dataset.unreachable:  # a cache is no network
         raise UnreachableStoreError(dataset.unreachable)
-    budget = parse_bytes(most_bytes)
-    if budget < 1 << 20:
-        raise StoreError(f"{redact(dataset.url)}: {budget} bytes are too few to probe with; allow 1 MiB at least")
     counters = Counters()
     with _open_source(dataset, counters) as source:
         return _probe(dataset, source, counters, budget)

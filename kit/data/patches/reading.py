@@ -22,7 +22,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from kit.arguments import no_config
+from kit.arguments import checks_arguments, no_config, takes_config
 from kit.chunks.cost import slowest
 from kit.cloud.dials import preset
 from kit.config import Config
@@ -186,6 +186,7 @@ class Readings(Sequence[MeasuredReading]):
         return f'{table}<div style="opacity: 0.75; max-width: 60em">{notes}</div>'
 
 
+@checks_arguments
 def measure_reading(*configs: Config | Sequence[Config], seconds: float = 3.0) -> Readings:
     """Read what each config would feed a trial, and compare it with the prediction.
 
@@ -381,6 +382,7 @@ class ServedEpochs(Sequence[ServedEpoch]):
         return html_table(titles, rows, dense=True, groups=groups) + html_list(self.sentences)
 
 
+@takes_config
 def measure_networks(
     config: Config, cloud: SimulatedCloud, networks: str | Sequence[str] | Mapping[str, float] = NETWORKS, *,
     price_per_thousand_reads: float = 0.0, epochs: int = 1, seconds: float = 1.0,

@@ -19,6 +19,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from kit.arguments import checks_arguments
 from kit.config import near
 from kit.data.rows.page_cache import delivered_dtype, name_of
 from kit.data.rows.sources import MemoryRows, NpyRows, RowSource, TorchRows, ZarrRows
@@ -178,6 +179,7 @@ def positions_of(rows: Which, count: int, place: str, kind: type[Exception] = Co
     return numbers
 
 
+@checks_arguments
 def open_rows(
     place: str | PathLike[str] | Tensor | NDArray[Any] | Rows,
     indices: Which | None = None,
@@ -234,7 +236,7 @@ def open_rows(
             raise MissingRowsError(f"{file} does not exist{near(file) or '; write it with kit.data.write_rows'}")
         if file.suffix not in _FILES:
             raise RowsError(f"{file} is no .npy, .pt or .pth file; those are mapped, and a Zarr array is a folder")
-        return Rows(_FILES[file.suffix](file, parse_bytes(page_cache_bytes)), indices, dtype)
+        return Rows(_FILES[file.suffix](file, parse_bytes(page_cache_bytes, "page_cache_bytes")), indices, dtype)
     if file is None and Path(url).suffix in _FILES:
         raise RowsError(
             f"{redact(url)}: files are mapped from a disk; bring it there with kit.data.download_once(url, path), "

@@ -19,10 +19,11 @@ import json
 import math
 import os
 import shutil
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
 from itertools import takewhile
+from numbers import Integral
 from os import PathLike, fspath
 from pathlib import Path
 from typing import IO, Any
@@ -32,6 +33,7 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
+from kit.arguments import checks_arguments
 from kit.config import Config
 from kit.data.build.build import Progress, build, make_progress, say
 from kit.data.build.rechunk import Region
@@ -72,6 +74,7 @@ _OTHER_FILES = (
 _COLUMNS = ("", "needs", "free", "")
 
 
+@checks_arguments
 def write_rows(
     path: str | PathLike[str],
     source: str | PathLike[str] | Make | Rows | Tensor | NDArray[Any],
@@ -114,7 +117,12 @@ def write_rows(
         >>> kit.data.write_rows("ones.npy", numpy.ones((10, 3)), progress=False).shape
         (10, 3)
     """
-    url, memory_bytes = resolve_url(fspath(path)), parse_bytes(memory_bytes)
+    asked: Any = path  # by a user, who may give anything
+    if not isinstance(asked, str | PathLike):
+        raise ConfigError([Problem("path", f"{type(asked).__name__} is no path; write such as 'data/rows.npy'")])
+    if row_block < 0:
+        raise ConfigError([Problem("row_block", f"{row_block} rows are no block; give 1 or more, or 0 for the most")])
+    url, memory_bytes = resolve_url(fspath(path)), parse_bytes(memory_bytes, "memory_bytes")
     table, file = _table(source, shape, dtype, seed), local_folder(url)
     most = memory_bytes // (_COPIES * table.row_bytes)
     if max(row_block, 1) > most:
@@ -201,9 +209,7 @@ def _table(source: Any, shape: Sequence[int] | int | None, dtype: str | None, se
         if shape is None:
             message = "a function makes any number of rows; say how many, as (rows, *columns)"
             raise ConfigError([Problem("shape", message)])
-        sizes = (shape,) if isinstance(shape, int) else tuple(shape)
-        if any(size < 1 for size in sizes) or not sizes:
-            raise ConfigError([Problem("shape", f"{shape} must be whole numbers of 1 or more")])
+        sizes = _sizes(shape)
         if len(sizes) == 1:
             sizes = (*sizes, *np.shape(source(0, 1))[1:])
         return _Table(source, sizes, _storable(dtype or "float32"))
@@ -211,11 +217,18 @@ def _table(source: Any, shape: Sequence[int] | int | None, dtype: str | None, se
     stored = _storable(name_of(rows.dtype))
     if shape is None:
         return _Table(lambda start, stop: rows.take(range(start, stop)), rows.shape, stored)
-    count, *columns = (shape,) if isinstance(shape, int) else tuple(shape)
+    count, *columns = _sizes(shape)
     if columns and tuple(columns) != rows.shape[1:]:
         message = f"columns {tuple(columns)} do not fit the rows of {rows.place}, which have {rows.shape[1:]}"
         raise ConfigError([Problem("shape", message)])
     return _Table(lambda start, stop: rows.take(_drawn(len(rows), start, stop, seed)), (count, *rows.shape[1:]), stored)
+
+
+def _sizes(shape: Any) -> tuple[int, ...]:
+    sizes = tuple(shape) if isinstance(shape, Iterable) else (shape,)
+    if not sizes or any(isinstance(size, bool) or not isinstance(size, Integral) or size < 1 for size in sizes):
+        raise ConfigError([Problem("shape", f"{shape!r} must be whole numbers of 1 or more, such as (rows, columns)")])
+    return tuple(map(int, sizes))  # those of numpy overflow
 
 
 def _storable(name: str) -> np.dtype[Any]:
@@ -433,6 +446,7 @@ class ArraySize:
         return html_table(_COLUMNS, self._rows(), caption=escape(self.headline))
 
 
+@checks_arguments
 def array_bytes(shape: Sequence[int] | int, dtype: str = "float32", path: str | PathLike[str] = "data") -> ArraySize:
     """The size of an array in memory and on disk, before it exists.
 
@@ -451,9 +465,7 @@ def array_bytes(shape: Sequence[int] | int, dtype: str = "float32", path: str | 
         >>> kit.data.array_bytes((500_000, 100_000)).memory_bytes
         200000000000
     """
-    sizes = (shape,) if isinstance(shape, int) else tuple(shape)
-    if not sizes or any(isinstance(size, bool) or not isinstance(size, int) or size < 1 for size in sizes):
-        raise ConfigError([Problem("shape", f"{shape!r} must be whole numbers of 1 or more, such as (rows, columns)")])
+    sizes = _sizes(shape)
     try:
         stored = np.dtype("uint16" if dtype == "bfloat16" else dtype)  # of which numpy knows only the size
     except TypeError:

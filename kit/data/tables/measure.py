@@ -33,6 +33,7 @@ import cloudpickle
 import numpy as np
 
 import kit
+from kit.arguments import checks_arguments
 from kit.config import Config
 from kit.data.tables.cache import CachedSource
 from kit.data.tables.chunks import (
@@ -125,8 +126,8 @@ class QueryCheck(Drawable):
             client_bytes: Allowed in the reader's process, on top of its libraries; None for any.
             database_bytes: Allowed in the database; None for any.
         """
-        client = None if client_bytes is None else parse_bytes(client_bytes)
-        database = None if database_bytes is None else parse_bytes(database_bytes)
+        client = None if client_bytes is None else parse_bytes(client_bytes, "client_bytes")
+        database = None if database_bytes is None else parse_bytes(database_bytes, "database_bytes")
         limits = " and ".join(
             f"{format_bytes(allowed)} {where}"
             for allowed, where in ((client, "here"), (database, "in the database"))
@@ -147,7 +148,8 @@ class QueryCheck(Drawable):
         count = self.model.smallest(None if client is None else int(client / scale), database)
         most = max((setting.count for setting in self.settings if setting.seconds is not None), default=0)
         if count is None or count <= most:
-            least = format_bytes(scale * self.model.client_bytes(max(1, self.model.rows)))
+            known = (each.measured_client_bytes for each in self.settings if each.measured_client_bytes)
+            least = format_bytes(min([scale * self.model.client_bytes(max(1, self.model.rows)), *known]))
             reason = f"no number of query chunks is known to stay within {limits}: the fewest rows need {least} here"
             return QueryAdvice(count=None, reason=f"{reason}; allow more")
         needed = format_bytes(scale * self.model.client_bytes(count))
@@ -208,6 +210,7 @@ def _ratio(measured: int | None, predicted: int | None) -> float | None:
     return measured / predicted if measured is not None and predicted else None
 
 
+@checks_arguments
 def measure_queries(
     source: TableSource,
     config: Config | None = None,

@@ -31,6 +31,7 @@ from numbers import Integral
 from os import PathLike
 from typing import TYPE_CHECKING, Any, Literal, Protocol, runtime_checkable
 
+from kit.arguments import checks_arguments
 from kit.errors import ConfigError, PartitionError, Problem, SchemaChangedError
 
 if TYPE_CHECKING:
@@ -223,6 +224,7 @@ def hash_number(value: int | str | bool | date) -> int:
     return int(hashlib.md5(text.encode(), usedforsecurity=False).hexdigest()[:HASH_DIGITS], 16)
 
 
+@checks_arguments
 def plan_partitions(source: TableSource, count: int) -> tuple[Partition, ...]:
     """Cut a table into query chunks by the column and the transformation that its declaration names.
 

@@ -27,6 +27,8 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.nn import functional
 
+from kit.memory.record.recorder import kernel_ran
+
 PRIORITY = ("flash", "efficient", "math", "cudnn")
 """Torch's order when nobody has set one."""
 
@@ -317,10 +319,11 @@ class _Flex(Function):
         out = query.new_empty((*query.shape[:-1], value.shape[-1]))
         rows = query.new_empty(query.shape[:-1], dtype=torch.float32)
         ctx.save_for_backward(query, key, value, out, rows)
+        kernel_ran("_scaled_dot_product_flex_attention", (query, key, value), (out, rows))
         return out, rows, rows.new_empty((0,))
 
     @staticmethod
-    def backward(ctx: Any, *_: Tensor) -> tuple[Tensor, ...]:
+    def backward(ctx: Any, gradient: Tensor, *_: Tensor) -> tuple[Tensor, ...]:
         query, key, value, _, rows = ctx.saved_tensors
         delta = torch.empty_like(rows)
         gradients = [torch.empty_like(query)]
@@ -328,6 +331,7 @@ class _Flex(Function):
             whole = one.new_empty((query.shape[0], *one.shape[1:]))
             gradients.append(whole if whole.shape == one.shape else whole.sum(0, keepdim=True))
         del delta
+        kernel_ran("_scaled_dot_product_flex_attention_backward", (gradient, query, key, value), tuple(gradients))
         return tuple(gradients)
 
 

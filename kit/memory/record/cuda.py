@@ -47,6 +47,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from kit.confinement.stand_ins import replaced
 from kit.memory.record.attention import Call, attention_kernel, chooses_alike, flex_kernel
+from kit.memory.record.recorder import kernel_ran
 from kit.memory.replay.cards import CARDS
 from kit.train.sequences import preferred_kernels
 
@@ -199,13 +200,18 @@ class _FusedRmsNorm(Function):
         wide = torch.float64 if values.dtype == torch.float64 else torch.float32
         roots = values.new_empty(rows, dtype=wide)
         ctx.save_for_backward(values, roots, weight)
-        return torch.empty_like(values, memory_format=torch.contiguous_format)
+        ctx.shape = shape
+        out = torch.empty_like(values, memory_format=torch.contiguous_format)
+        kernel_ran("_fused_rms_norm", (values, shape, weight, None), (out, roots))
+        return out
 
     @staticmethod
-    def backward(ctx: Any, _: Tensor) -> tuple[Tensor | None, ...]:
-        values, _roots, weight = ctx.saved_tensors
-        asked = ctx.needs_input_grad
-        return torch.empty_like(values) if asked[0] else None, None, torch.empty_like(weight) if asked[2] else None
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        values, roots, weight = ctx.saved_tensors
+        asked = ctx.needs_input_grad[0], ctx.needs_input_grad[2]
+        made = [torch.empty_like(one) if wanted else None for one, wanted in zip((values, weight), asked, strict=True)]
+        kernel_ran("_fused_rms_norm_backward", (gradient, values, ctx.shape, roots, weight, asked), tuple(made))
+        return made[0], None, made[1]
 
 
 @dataclass(frozen=True)
@@ -216,11 +222,13 @@ class _Shape:
     output: tuple[int, ...]
     state: tuple[int, ...]
     reserve_bytes: int
+    turns: int
+    """Steps of a sequence times layers: each waits for the one before it."""
 
 
 def _recurrent(kind: str, form: str, note: Callable[[str], None]) -> Callable[..., Any]:
     def run(
-        values: Tensor, states: Any, weights: Sequence[Tensor], layers: int, train: bool, both: bool
+        values: Tensor, states: Any, weights: Sequence[Tensor], layers: int, train: bool, both: bool, steps: int
     ) -> tuple[Tensor, ...]:
         start, cell = states if kind == "lstm" else (states, states.new_empty(0))
         if torch.is_autocast_enabled("cpu"):
@@ -231,7 +239,7 @@ def _recurrent(kind: str, form: str, note: Callable[[str], None]) -> Callable[..
         hidden = weights[0].shape[0] // _GATES[kind]
         kept = _KEPT[kind] * values.shape[:-1].numel() * hidden * layers * (1 + both) * values.element_size()
         output_shape = (*values.shape[:-1], start.shape[-1] * (1 + both))
-        shape = _Shape(kind, output_shape, (*start.shape[:-1], hidden), kept if train else 0)
+        shape = _Shape(kind, output_shape, (*start.shape[:-1], hidden), kept if train else 0, steps * layers)
         name = kind.upper() if kind in ("lstm", "gru") else "RNN"
         note(
             f"what cuDNN keeps for the backward pass of the {name} is an estimate of {_KEPT[kind]} values for each "
@@ -243,15 +251,15 @@ def _recurrent(kind: str, form: str, note: Callable[[str], None]) -> Callable[..
 
     def from_padded(
         values: Tensor, states: Any, weights: Sequence[Tensor], _: bool, layers: int, __: float, train: bool,
-        both: bool, ___: bool,
+        both: bool, batch_first: bool,
     ) -> tuple[Tensor, ...]:  # fmt: skip
-        return run(values, states, weights, layers, train, both)
+        return run(values, states, weights, layers, train, both, values.shape[1 if batch_first else 0])
 
     def from_packed(
-        values: Tensor, _: Tensor, states: Any, weights: Sequence[Tensor], __: bool, layers: int, ___: float,
+        values: Tensor, sizes: Tensor, states: Any, weights: Sequence[Tensor], _: bool, layers: int, __: float,
         train: bool, both: bool,
     ) -> tuple[Tensor, ...]:  # fmt: skip
-        return run(values, states, weights, layers, train, both)
+        return run(values, states, weights, layers, train, both, len(sizes))
 
     return from_padded if form == "input" else from_packed
 
@@ -267,15 +275,20 @@ class _FusedRecurrent(Function):
         last_cell = values.new_empty(shape.state) if shape.kind == "lstm" else values.new_empty(0)
         reserve = torch.empty(shape.reserve_bytes, dtype=torch.uint8, device=values.device)
         ctx.save_for_backward(values, start, cell, output, reserve, *weights)
+        ctx.turns = shape.turns
+        kernel_ran("_cudnn_rnn", (values, weights, start, cell, shape.turns), (output, last, last_cell))
         return output, last, last_cell
 
     @staticmethod
-    def backward(ctx: Any, *_: Tensor) -> tuple[Tensor | None, ...]:
-        values, start, cell, _output, _reserve, *weights = ctx.saved_tensors
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        values, start, cell, output, _reserve, *weights = ctx.saved_tensors
         inputs, asked = (values, start, cell), ctx.needs_input_grad[1:4]
         made = [torch.empty_like(one) if wanted else None for one, wanted in zip(inputs, asked, strict=True)]
         sizes = [weight.numel() for weight in weights]
-        parts = values.new_zeros(sum(sizes)).split(sizes)
+        whole = values.new_zeros(sum(sizes))
+        given = (values, tuple(weights), start, cell, output, *gradients, ctx.turns)
+        kernel_ran("_cudnn_rnn_backward", given, (*made, whole))
+        parts = whole.split(sizes)
         return (None, *made, *(part.view(weight.shape) for part, weight in zip(parts, weights, strict=True)))
 
 

@@ -37,6 +37,8 @@ import copy
 import gc
 import logging
 import math
+import os
+import re
 import sys
 import time
 import traceback
@@ -80,6 +82,7 @@ from kit.memory.record.batches import (
 from kit.memory.record.fake_mode import FakeMode, imports_with_numbers, rules_found_once
 from kit.memory.record.fakes import FakeValues, fake_values, saving_shapes
 from kit.memory.record.recorder import BlockRecorder, Observer
+from kit.memory.record.value_sizes import WRITTEN
 from kit.memory.record.workspace import Workspaces, eight_bit_on_fakes
 from kit.memory.replay.replay import UPPER_BOUND, Recording
 from kit.memory.replay.snapshot import line_of
@@ -200,22 +203,38 @@ def _sizes(tensors: Iterable[Tensor]) -> dict[str, list[int]]:
     return found
 
 
+_OF_LAUNCHERS = {"WORLD_SIZE", "LOCAL_WORLD_SIZE", "RANK", "LOCAL_RANK"}
+"""Variables by which a launcher says how many devices there are, or that there are several."""
+_PASSES_ON = re.compile(r"/torch/distributed/|\bos(\.py)?>?$|_collections_abc")
+"""Files whose code asks for somebody else."""
+
+
 @contextlib.contextmanager
 def _devices_asked_for() -> Iterator[list[str]]:
-    """Inside, the lines of users and packages that ask how many devices there are, as far as torch or Lightning says
-    it: what they do then may differ on more. Whoever asks torch looks at its process group."""
+    """Inside, the lines of users and packages that ask how many devices there are, as far as torch, Lightning or the
+    variables of a launcher say it: what they do then may differ on more. Whoever asks torch looks at its process
+    group."""
     asked: list[str] = []
+
+    def note(frame: FrameType | None) -> None:
+        while frame is not None and _PASSES_ON.search(frame.f_code.co_filename):
+            frame = frame.f_back
+        if frame is not None and (line := line_of(frame)):
+            asked.append(line)
 
     def noting(answer: Callable[..., Any]) -> Callable[..., Any]:
         def ask(*args: Any, **options: Any) -> Any:
-            frame: FrameType | None = sys._getframe(1)
-            while frame is not None and "/torch/distributed/" in frame.f_code.co_filename:
-                frame = frame.f_back
-            if frame is not None and (line := line_of(frame)):
-                asked.append(line)
+            note(sys._getframe(1))
             return answer(*args, **options)
 
         return ask
+
+    read = type(os.environ).__getitem__
+
+    def read_variable(variables: Any, name: str) -> str:
+        if name in _OF_LAUNCHERS and variables is os.environ:
+            note(sys._getframe(1))
+        return read(variables, name)
 
     group: Any = type(distributed_c10d.GroupMember)
     with contextlib.ExitStack() as undo:
@@ -223,6 +242,7 @@ def _devices_asked_for() -> Iterator[list[str]]:
             known = vars(owner)[name]
             undo.enter_context(replaced(owner, name, property(noting(known.fget), known.fset)))
         undo.enter_context(replaced(LightningModule, "all_gather", noting(LightningModule.all_gather)))
+        undo.enter_context(replaced(type(os.environ), "__getitem__", read_variable))
         yield asked
 
 
@@ -237,7 +257,7 @@ def _recorded(
 ) -> Recording:  # fmt: skip
     on_gpu = run.device_kind == "cuda"
     workspaces = Workspaces((run.capability or _CAPABILITY) if on_gpu else None)
-    recorder = BlockRecorder(workspaces, FINITE_CHECKS, check)
+    recorder = BlockRecorder(workspaces, VALUE_CHECKS, check)
     with recorder:
         answers.progress = recorder.progress
         module = make_module()
@@ -578,6 +598,21 @@ A module that stops at a loss that is not finite must not stop where no loss is 
 "no NaN, no infinity" alone is known without numbers: it is written on the fake tensor as `kit_truth`, passed on by not,
 and, or, all and any, and read by `kit.memory.record.fakes`. Other conditions are not known.
 """
+
+
+def _one_after_another(*observers: Observer) -> Observer:
+    def observe(args: tuple[Any, ...], out: Any) -> None:
+        for each in observers:
+            each(args, out)
+
+    return observe
+
+
+VALUE_CHECKS: dict[Any, Observer] = {
+    operator: _one_after_another(*(checks[operator] for checks in (FINITE_CHECKS, WRITTEN) if operator in checks))
+    for operator in FINITE_CHECKS.keys() | WRITTEN.keys()
+}
+"""What is known of numbers that are not there: whether they are finite, and how many are not 0."""
 
 
 class FakeBatches:

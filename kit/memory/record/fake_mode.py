@@ -47,6 +47,8 @@ _DEVICE_OF = torch.ops.prim.device.default
 _ITEM = torch.ops.aten._local_scalar_dense.default
 _WHERE = torch.ops.aten.where.self
 _DETACH = torch.ops.aten.detach.default
+_UNBIND = torch.ops.aten.unbind.int
+_COPY = torch.ops.aten.copy_.default
 _OF_SHAPES = frozenset({torch.ops.aten.zeros_like.default, torch.ops.aten.ones_like.default})
 """Operators that look at no numbers of their tensor."""
 _UNSAFE_VIEW = torch.ops.aten._unsafe_view.default
@@ -88,6 +90,11 @@ def _is_ordinary(tensor: Tensor) -> bool:
     )  # fmt: skip
 
 
+def _is_number(value: Any) -> bool:
+    """Whether it is what Python writes to a place, as a loop does thousands of times: `matrix[row, column] = 1`."""
+    return type(value) is FakeTensor and value.constant is not None and value.dim() == 0
+
+
 def _weak_storage(tensor: Any) -> StorageWeakRef:
     return StorageWeakRef(tensor._typed_storage())  # type: ignore[no-untyped-call]
 
@@ -99,6 +106,8 @@ class ConstantConverter(FakeTensorConverter):
         super().__init__()
         self._attributes: dict[str, Any] = {}
         """Those that all constants have in common."""
+        self._told: dict[StorageWeakRef, tuple[list[Any], int]] = {}
+        """Constants that share a storage, and of how many of them torch's memos know."""
         self._sparse = WeakIdKeyDictionary()
         """Fake matrices by real ones, which torch would take to have no values."""
 
@@ -112,7 +121,8 @@ class ConstantConverter(FakeTensorConverter):
             return cast("FakeTensor", self._sparse[t])
         if not make_constant or rest or options or not _is_ordinary(t):
             self._remember(t)
-            return super().from_real_tensor(fake_mode, t, make_constant, *rest, **options)
+            is_known = make_constant or (t.numel() <= _torch.CONSTANT_NUMEL_LIMIT and _is_ordinary(t))
+            return super().from_real_tensor(fake_mode, t, is_known, *rest, **options)
         shared = self.constant_storage_mapping.get(_weak_storage(t))
         for alias in shared or ():
             fake = alias()
@@ -147,7 +157,11 @@ class ConstantConverter(FakeTensorConverter):
         if tensor.is_nested or _private._functorch.is_functorch_wrapped_tensor(tensor):
             return  # without a storage of their own
         describer: Any = self.meta_converter.describer
-        for alias in self.constant_storage_mapping.get(_weak_storage(tensor), ()):
+        storage = _weak_storage(tensor)
+        aliases = self.constant_storage_mapping.get(storage, [])
+        known, count = self._told.get(storage, (aliases, 0))
+        self._told[storage] = aliases, len(aliases)
+        for alias in aliases[count:] if known is aliases else aliases:
             fake = alias()
             if fake is not None and fake.constant is not None:
                 self.set_tensor_memo(fake.constant, fake)
@@ -246,8 +260,12 @@ class FakeMode(FakeTensorMode):  # type: ignore[no-untyped-call]
             with _private._DisableTorchDispatch():
                 numbers = args[0].clone()
             return self.fake_tensor_converter.from_real_tensor(self, numbers, make_constant=True)
-        if func is _DETACH and type(args[0]) is FakeTensor and self._is_plain_constant(args[0]):
-            return self._alias(args[0])  # biases and weights of norms, when they become parameters
+        if (func is _DETACH or func is _UNBIND) and type(args[0]) is FakeTensor and self._is_plain_constant(args[0]):
+            with _private._DisableTorchDispatch():
+                views = func(args[0].constant, *args[1:])
+            if func is _DETACH:  # biases and weights of norms, when they become parameters
+                return self._alias(args[0], views)
+            return [self._alias(args[0], view) for view in views]  # of which a loop over the numbers has thousands
         known = self._key(func, args, kwargs)
         answer = self._answers.get(known)
         if answer is not None:
@@ -333,14 +351,15 @@ class FakeMode(FakeTensorMode):  # type: ignore[no-untyped-call]
             and not torch.is_inference_mode_enabled() and _private._functorch.peek_interpreter_stack() is None
         )  # fmt: skip
 
-    def _alias(self, tensor: FakeTensor) -> FakeTensor:
-        """A constant on the same storage."""
+    def _alias(self, tensor: FakeTensor, view: Tensor) -> FakeTensor:
+        """A constant on the same storage, whose numbers are those of a view of the other's numbers."""
         convert: Any = self.fake_tensor_converter
         with _private._DisableTorchDispatch():
             constant: Any = tensor.constant
             empty = torch.empty(0, dtype=tensor.dtype, device=_meta)
-            empty.set_(tensor.untyped_storage(), tensor.storage_offset(), tensor.shape, tensor.stride())
-            made: FakeTensor = convert.made(self, empty, constant.detach())
+            offset = tensor.storage_offset() + view.storage_offset() - constant.storage_offset()
+            empty.set_(tensor.untyped_storage(), offset, view.shape, view.stride())
+            made: FakeTensor = convert.made(self, empty, view)
         convert.add_constant_storage_mapping(made)
         return made
 
@@ -350,6 +369,9 @@ class FakeMode(FakeTensorMode):  # type: ignore[no-untyped-call]
             self.answered = None
             with _private._DisableTorchDispatch():
                 return args[0].constant.item()
+        if func is _COPY and type(args[0]) is FakeTensor and args[0].constant is None and _is_number(args[1]):
+            self.answered = None
+            return args[0]
         with self._plainly:
             answer = self._answers.get(self._key(func, args, kwargs))
             if answer is None:

@@ -1,8 +1,9 @@
 """What code asks of a tensor that has a shape but no numbers, answered so that training goes on.
 
 `fake_values`: a fake tensor has no value to branch on, to print or to index by. Inside, a number reads 1.0, a count 1,
-a condition False, a check for finite numbers True, and a selection by mask selects everything (an upper bound). A
-condition that guards a `raise` or stands in an `assert` reads as what lets the code go on.
+a condition False, a check for finite numbers True, and a selection by mask selects everything (an upper bound), or as
+much as was written to zeros, where that is known. A condition that guards a `raise` or stands in an `assert` reads as
+what lets the code go on.
 What is computed from constants alone is computed: a tensor of at most `KNOWN_NUMEL` numbers that Python numbers made
 (`torch.linspace`, `torch.ones_like`), and every result as small of such tensors, keep their values until something
 unknown is written to them, in place or by an initialiser.
@@ -58,11 +59,19 @@ from kit.confinement.stand_ins import overridden, replaced
 from kit.memory.record.batches import Batches, TensorShape, Writer
 from kit.memory.record.fake_mode import forget_look
 from kit.memory.record.sparse import sparse_kernels
-from kit.memory.record.value_sizes import adaptive_softmax, composite_kernels, lazy_parameters, shape_kernels
+from kit.memory.record.value_sizes import (
+    adaptive_softmax,
+    composite_kernels,
+    lazy_parameters,
+    nonzeros,
+    shape_kernels,
+)
 from kit.memory.replay.replay import GUESSED_CONDITION, UPPER_BOUND
 
 KNOWN_NUMEL = 4096
 """Numbers that a tensor made from constants may have for its values to be kept."""
+_DRAWN_NUMEL = 1 << 22
+"""Numbers that a tensor may have for numpy to read others than zeros."""
 _PATIENCE = 1000
 """Times the same line may ask for the same condition before the answer turns, so that a waiting loop ends."""
 _PATIENCE_OTHERWISE = 500
@@ -165,13 +174,14 @@ class FakeValues:
         return known
 
     def nonzero(self, _mode: FakeTensorMode, _func: Any, tensor: FakeTensor) -> Tensor:
-        """Every element, (elements, dimensions)."""
-        count = self._selected(tensor.numel())
+        """Every element that may be other than 0, (elements, dimensions)."""
+        count = self._chosen(tensor, tensor.numel())
         return tensor.new_empty_strided((count, tensor.dim()), (1, count), dtype=torch.int64)
 
     def masked_select(self, _mode: FakeTensorMode, _func: Any, tensor: FakeTensor, mask: FakeTensor) -> Tensor:
-        """Every element, (elements,)."""
-        return tensor.new_empty((self._selected(math.prod(np.broadcast_shapes(tensor.shape, mask.shape))),))
+        """Every element that may be masked, (elements,)."""
+        count = math.prod(np.broadcast_shapes(tensor.shape, mask.shape))
+        return tensor.new_empty((self._chosen(mask, count) if count == mask.numel() else self._selected(count),))
 
     def unique(self, _mode: FakeTensorMode, _func: Any, tensor: FakeTensor, *_options: Any, **_more: Any) -> Any:
         """Every element is another, (elements,), with where it is and how often."""
@@ -190,14 +200,18 @@ class FakeValues:
         return tensor.new_empty((minlength or tensor.numel(),), dtype=dtype)
 
     def array(self, tensor: FakeTensor) -> NDArray[Any]:
-        """`tensor` as numpy sees it: its constant where it has one, else zeros that take no memory."""
+        """`tensor` as numpy sees it: its constant where it has one; else different numbers between 0 and 1, of which a
+        clustering makes as many groups as of any, and of integers and of many numbers zeros that take no memory."""
         if tensor.constant is not None:
             with unset_fake_temporarily():
                 return tensor.constant.numpy().copy()
         place = _place()
-        self._guess(f"the values read at {place} are zeros", place)
         with unset_fake_temporarily():
             zero = torch.zeros((), dtype=tensor.dtype).numpy()
+        if tensor.is_floating_point() and tensor.numel() <= _DRAWN_NUMEL:
+            self._guess(f"the values read at {place} are random", place)
+            return np.random.default_rng(0).random(tuple(tensor.shape)).astype(zero.dtype)
+        self._guess(f"the values read at {place} are zeros", place)
         return np.broadcast_to(zero, tuple(tensor.shape))
 
     def moved(self, tensor: FakeTensor, *args: Any, **options: Any) -> Tensor:
@@ -211,6 +225,11 @@ class FakeValues:
         args = tuple(_HOST if _is_device(value) else value for value in args)
         options = {name: _HOST if name == "device" else value for name, value in options.items()}
         return Tensor.to(arrived, *args, **options)
+
+    def _chosen(self, mask: Tensor, count: int) -> int:
+        """How many of so many elements a mask selects."""
+        most, is_exact = nonzeros(mask) or (count, False)
+        return most if is_exact else self._selected(most)
 
     def _selected(self, count: int) -> int:
         """How many of so many elements are selected: all, or otherwise one."""

@@ -36,7 +36,11 @@ from torch import Tensor, UntypedStorage, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn.parameter import is_lazy
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
-from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
+from torch.utils._python_dispatch import (
+    TorchDispatchMode,
+    _get_current_dispatch_mode_stack,
+    is_traceable_wrapper_subclass,
+)
 
 from kit.confinement.stand_ins import overridden
 from kit.memory.record.fake_mode import FakeMode, plainly
@@ -69,6 +73,10 @@ _RECENT = 8
 """Blocks, of which what such an operator writes to is one."""
 _private: Any = torch._C
 _FAKE = _private._TorchDispatchModeKey.FAKE
+_DETACH, _is_excluded = torch.ops.aten.detach.default, _private._dispatch_tls_is_dispatch_key_excluded
+_VIEWED = _private.DispatchKey.ADInplaceOrView
+"""What an operator has behind it where a mode sees it. autograd copies a tensor that a hook unpacks, as checkpointing's
+do, without an operator; a mode is told of `detach`, with this before it."""
 
 
 def plain_tensors(tensor: Tensor) -> Iterator[Tensor]:
@@ -352,7 +360,7 @@ class BlockRecorder(TorchDispatchMode):
         if self._paused or fake is not self._fake:
             return out
         operator = self._operators.get(func._name) or self._operator(func)
-        if not operator.skipped:
+        if not operator.skipped and not (func is _DETACH and not _is_excluded(_VIEWED)):
             with self._plainly:
                 self._record(operator, args, kwargs, out)
         return out
@@ -396,14 +404,7 @@ class BlockRecorder(TorchDispatchMode):
             size = self.workspace(operator.label, args, out) if self.workspace is not None else 0
             if answer is not None:  # equal calls take equal workspaces
                 self._known[answer] = call, size
-        self._ledger.ran(operator.name, self.modules.current(self._backwards), call)
-        if self._backwards and torch.is_grad_enabled():
-            node = _private._current_autograd_node()  # the first that lacks an activation has its whole block run again
-            if node is not None:
-                number = node._sequence_nr()  # the node itself would keep its graph alive
-                self._recomputed += number != self._lacking
-                self._lacking = number
-                self._ledger.recomputes[self._ledger.operators - 1] = self._recomputed
+        self._ran(operator.name, call)
         category = self._label
         if category == UNNAMED and operator.communicates:
             category = CATEGORY["communication"]
@@ -418,6 +419,24 @@ class BlockRecorder(TorchDispatchMode):
             self._ledger.end(self._ledger.begin(size, CATEGORY["workspace"], operator.name))
         if operator.observer is not None:
             operator.observer(args, out)
+
+    def _ran(self, name: int, call: int) -> None:
+        self._ledger.ran(name, self.modules.current(self._backwards), call)
+        if self._backwards and torch.is_grad_enabled():
+            node = _private._current_autograd_node()  # the first that lacks an activation has its whole block run again
+            if node is not None:
+                number = node._sequence_nr()  # the node itself would keep its graph alive
+                self._recomputed += number != self._lacking
+                self._lacking = number
+                self._ledger.recomputes[self._ledger.operators - 1] = self._recomputed
+
+    def kernel_ran(self, name: str, args: tuple[Any, ...], results: tuple[Any, ...]) -> None:
+        """An operator of aten ran, whose memory is recorded already."""
+        if not self._paused:
+            with self._plainly:
+                begun = self._ledger.begun
+                call = self._ledger.calls.number(f"aten::{name}", args, {}, results) if begun else NO_CALL
+                self._ran(self._ledger.name(name), call)
 
     def _casts_parameter(self, source: Any, out: Tensor) -> bool:
         if self._ledger.phase not in _FORWARD or out.dtype not in _LOW_PRECISION or not isinstance(source, Tensor):
@@ -498,6 +517,14 @@ _FORWARD = [PHASE[name] for name in ("forward", *EVALUATIONS)]
 _WEIGHTS = (CATEGORY["parameters"], CATEGORY["gathered_parameters"])
 UNNAMED = -1
 """Category of a block that nobody has named yet."""
+
+
+def kernel_ran(name: str, args: tuple[Any, ...], results: tuple[Any, ...]) -> None:
+    """Tell the recorder of an operator that only a GPU has: where one is emulated by what it allocates, nothing else
+    would say that it takes time."""
+    for mode in _get_current_dispatch_mode_stack():
+        if isinstance(mode, BlockRecorder):
+            mode.kernel_ran(name, args, results)
 
 
 class Ledger:

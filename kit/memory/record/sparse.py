@@ -35,6 +35,7 @@ _BY_ROWS = (torch.sparse_csr, torch.sparse_bsr)
 _BLOCKED = (torch.sparse_bsr, torch.sparse_bsc)
 _MATRIX_AXES = 2
 _INT64, _INT32 = 8, 4
+_DATA: Any = torch._C.TensorBase.data
 
 
 def sparse_kernels(assume: Assume) -> dict[Any, Callable[..., Any]]:
@@ -135,7 +136,8 @@ def _of_one_pattern(mode: Any, func: Any, *args: Any, **options: Any) -> Any:
     parts[-1] = parts[-1] if is_taken else torch.empty_like(parts[-1], dtype=dtype)
     if matrix.layout is torch.sparse_coo:
         shape = tuple(matrix.shape)
-        return coordinate_tensor(mode, parts, shape, is_coalesced=func is _COALESCE or matrix.is_coalesced())
+        is_in_order = func is _COALESCE or (matrix.is_coalesced() and not is_taken)  # autograd forgets it
+        return coordinate_tensor(mode, parts, shape, is_coalesced=is_in_order)
     return compressed_tensor(mode, parts, tuple(matrix.shape), matrix.layout)
 
 
@@ -154,14 +156,27 @@ def _sum(mode: Any, func: Any, first: Tensor, second: Any, *_: Any, **__: Any) -
         return NotImplemented
     if first.layout is not torch.sparse_coo and first._nnz() == second._nnz():
         return _of_one_pattern(mode, func, first, second)
-    if func._schema.is_mutable:
-        return NotImplemented
     mine, others = sparse_parts(first), sparse_parts(second)
     made = [torch.cat([one, other], -1) for one, other in zip(mine[-2:-1], others[-2:-1], strict=True)]
     values = torch.cat([mine[-1], others[-1]])
     if first.layout is torch.sparse_coo:
-        return coordinate_tensor(mode, (*made, values), tuple(first.shape), is_coalesced=False)
+        if not func._schema.is_mutable:
+            return coordinate_tensor(mode, (*made, values), tuple(first.shape), is_coalesced=False)
+        return _put_into(mode, first, second, made[0], values)
+    if func._schema.is_mutable:
+        return NotImplemented
     return compressed_tensor(mode, (torch.empty_like(mine[0]), *made, values), tuple(first.shape), first.layout)
+
+
+def _put_into(mode: Any, first: Tensor, second: Tensor, places: Tensor, values: Tensor) -> Tensor:
+    """A sum in place has room for the values of both, also where they fall together, as those of a weight and its
+    gradient. (`add_out_sparse_cpu` in `native/sparse/SparseTensorMath.cpp`.)"""
+    if first._nnz() == second._nnz():
+        places, values = places[:, : first._nnz()], values[: first._nnz()]
+    are_in_order = first.is_coalesced() and second.is_coalesced()
+    made = coordinate_tensor(mode, (places, values), tuple(first.shape), is_coalesced=are_in_order)
+    _DATA.__set__(first, made)
+    return first
 
 
 def _transposed(mode: Any, _func: Any, matrix: Tensor, *_: Any) -> Any:
@@ -323,8 +338,11 @@ def _sampled(args: Sequence[Any], _: Any) -> int:
 
 def _added(args: Sequence[Any], _: Any) -> int | None:
     """Indices of both for MKL."""
-    known = is_sparse(args[1]) and args[0].layout is args[1].layout is torch.sparse_csr
-    return _of_mkl(args[0]) + _of_mkl(args[1]) if known else None
+    if not is_sparse(args[1]) or args[0].layout is not args[1].layout:
+        return None
+    if args[0].layout is torch.sparse_coo:
+        return 0
+    return _of_mkl(args[0]) + _of_mkl(args[1]) if args[0].layout is torch.sparse_csr else None
 
 
 def _made_sparse(args: Sequence[Any], out: Tensor) -> int | None:
@@ -385,6 +403,8 @@ def _transposed_coordinates(args: Sequence[Any], _: Any) -> int:
     return _INT64 * int(sparse_parts(args[0])[1].shape[0]) if args[0].layout is torch.sparse_coo else 0
 
 
+GROWS_ON_A_GPU = "add_.Tensor"
+"""Coordinates that a GPU adds in place are put one behind the other at each step, until there are more than numbers."""
 _SPARSE_AS_IS = (
     "crow_indices", "col_indices", "ccol_indices", "row_indices", "values", "_indices", "_values", "_nnz",
     "sparse_compressed_tensor.comp_plain_value_size", "sparse_compressed_tensor.comp_plain_value",

@@ -8,6 +8,9 @@ one, each element is repeated once, rows are all different.
 of others and for which it reads lengths from memory: packed sequences, which recurrent layers take as the CPU does (on
 a GPU as `kit.memory.record.cuda` says), and the CTC loss.
 
+`WRITTEN` observes how many numbers of a tensor can be other than 0: those that were written to zeros, as in a mask of
+random places. `nonzeros` says it, as long as nothing else has written there.
+
 `adaptive_softmax` is for a layer that sorts its rows into clusters by their targets and counts them afterwards.
 
 `lazy_parameters` are those that get their shape with the first batch, of torch.nn.LazyLinear and the like. One without
@@ -114,6 +117,97 @@ def shape_kernels(assume: Assume) -> dict[Any, Callable[..., Any]]:
         **dict.fromkeys((aten._ctc_loss.default, aten._ctc_loss.Tensor), ctc_loss),
         **dict.fromkeys((aten._ctc_loss_backward.default, aten._ctc_loss_backward.Tensor), ctc_loss_backward),
     }
+
+
+# -- how many numbers are not 0
+
+
+def nonzeros(tensor: Any) -> tuple[int, bool] | None:
+    """How many numbers of a fake tensor are other than 0, and whether just so many or at most; None if not known."""
+    if "kit_nonzeros" not in (known := vars(tensor)):
+        return None
+    count, is_exact, version = known["kit_nonzeros"]
+    return (min(count, tensor.numel()), is_exact) if version == _version(tensor) else None
+
+
+def _version(tensor: Tensor) -> int:
+    """How often a tensor, or another with its storage, was written to."""
+    return -2 if tensor.is_inference() else tensor._version
+
+
+def _note_nonzeros(out: Any, count: int, is_exact: bool, version: int | None = None) -> None:
+    if isinstance(out, FakeTensor):
+        out.kit_nonzeros = count, is_exact, _version(out) if version is None else version  # type: ignore[attr-defined]
+
+
+def _zeros(_args: tuple[Any, ...], out: Any) -> None:
+    _note_nonzeros(out, 0, True)
+
+
+def _ones(_args: tuple[Any, ...], out: Any) -> None:
+    _note_nonzeros(out, out.numel(), True)
+
+
+def _permuted(_args: tuple[Any, ...], out: Any) -> None:
+    out.kit_different = True
+
+
+def _scattered(args: tuple[Any, ...], out: Any) -> None:
+    """Each place that is written to adds one at most; just one to zeros where all places are different."""
+    target, _, places, source = args[:4]
+    if (known := nonzeros(target)) is None:
+        return
+    values = nonzeros(source) if isinstance(source, Tensor) else (places.numel() * (source != 0), True)
+    count, all_known = values or (places.numel(), False)
+    are_apart = "kit_different" in vars(places) and count in (0, places.numel())
+    is_written = out is target  # which torch counts when this has ended
+    _note_nonzeros(out, known[0] + count, known == (0, True) and all_known and are_apart, _version(out) + is_written)
+
+
+def _carried(args: tuple[Any, ...], out: Any) -> None:
+    """The result has the numbers of the argument."""
+    source = args[0]
+    _taken(args, out)
+    if (known := nonzeros(source)) is not None:
+        shares = out.untyped_storage()._cdata == source.untyped_storage()._cdata
+        may_round = source.is_floating_point() and out.dtype not in (source.dtype, torch.bool)
+        _note_nonzeros(out, known[0], known[1] and not (may_round and known[0]), _version(source if shares else out))
+
+
+def _taken(args: tuple[Any, ...], out: Any) -> None:
+    """The result has some numbers of the argument."""
+    if "kit_different" in vars(args[0]):
+        out.kit_different = True
+
+
+def _compared(args: tuple[Any, ...], out: Any) -> None:
+    """With a number other than 0, which is true at most where the argument is not 0."""
+    if args[1] and (known := nonzeros(args[0])) is not None:
+        _note_nonzeros(out, known[0], known[1] and args[0].dtype is torch.bool)
+
+
+def _compared_with_zero(args: tuple[Any, ...], out: Any) -> None:
+    if args[1] == 0 and (known := nonzeros(args[0])) is not None:
+        _note_nonzeros(out, *known)
+
+
+WRITTEN: dict[Any, Callable[[tuple[Any, ...], Any], None]] = {
+    **dict.fromkeys((aten.zeros.default, aten.zeros_like.default, aten.new_zeros.default), _zeros),
+    **dict.fromkeys((aten.ones.default, aten.ones_like.default, aten.new_ones.default), _ones),
+    **dict.fromkeys((aten.randperm.default, aten.randperm.generator), _permuted),
+    **dict.fromkeys(
+        (aten.scatter_.src, aten.scatter.src, aten.scatter_.value, aten.scatter.value), _scattered
+    ),
+    **dict.fromkeys(
+        (aten.view.default, aten._unsafe_view.default, aten.unsqueeze.default, aten.t.default, aten.transpose.int,
+         aten.permute.default, aten.clone.default, aten.detach.default, aten._to_copy.default),
+        _carried,
+    ),
+    aten.slice.Tensor: _taken,
+    aten.eq.Scalar: _compared,
+    aten.ne.Scalar: _compared_with_zero,
+}  # fmt: skip
+"""What a recorder calls after operators that make numbers of which is known whether they are 0, write or carry them."""
 
 
 @contextlib.contextmanager

@@ -31,7 +31,7 @@ from torch._subclasses import fake_tensor
 
 from kit.confinement.stand_ins import replaced
 from kit.memory.record.fakes import ONEDNN_HALF, backward_scratch_bytes, forward_scratch_bytes, is_emulated
-from kit.memory.record.sparse import is_sparse, sparse_bytes
+from kit.memory.record.sparse import GROWS_ON_A_GPU, is_sparse, sparse_bytes
 from kit.memory.record.temporaries import ON_EVERY_DEVICE, ON_THE_CPU, PUTS, Rule, is_spread_out, places_bytes
 from kit.train.optimizers import is_installed, make_tables, quiet_import
 
@@ -385,7 +385,8 @@ class Workspaces:
     def __call__(self, operator: str, args: Sequence[Any], out: Any) -> int:
         if any(map(is_sparse, (*args, *(out if isinstance(out, tuple | list) else (out,))))):
             size_of_sparse = sparse_bytes(operator, args, out)
-            if size_of_sparse is None or (self.capability is not None and size_of_sparse):
+            is_low_on_a_gpu = bool(size_of_sparse) or operator == GROWS_ON_A_GPU
+            if size_of_sparse is None or (self.capability is not None and is_low_on_a_gpu):
                 self.of_sparse.setdefault(operator.partition(".")[0])
             return size_of_sparse or 0
         if self.capability is not None and operator in _CONVOLUTIONS:

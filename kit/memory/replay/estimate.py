@@ -4,9 +4,10 @@ Allocated and reserved bytes are as `torch.cuda.max_memory_allocated` and `max_m
 stands a range for what the process holds outside the allocator. The verdict comes from playing the recording through
 the allocator, never from comparing sums alone:
 
-    fits            reserved + the high end of outside bytes <= capacity
+    fits            reserved + the high end of outside bytes <= capacity, also where fragmentation takes as much again
     fits if         the same, under the `conditions` that a dry run had to guess and no real run has settled
-    tight           only with the low end, or only after the allocator gave its unused segments back to the driver
+    tight           only with the low end, only as fragmented as played, or only after the allocator gave its unused
+                    segments back to the driver
     does not fit    a request cannot be met even then
     unknown         activations are unknown, and what is known would fit; or an upper bound does not fit
 
@@ -334,7 +335,10 @@ def _judge(
     low, high = outside
     reserved = format_bytes(played.peak_reserved_bytes)
     if played.peak_reserved_bytes + high <= target.capacity_bytes:
-        return "fits", f"{reserved} reserved and {format_bytes(high)} outside the allocator are within {target}"
+        short = _lacking(recording, played, expandable, target.capacity_bytes - high)
+        if not short:
+            return "fits", f"{reserved} reserved and {format_bytes(high)} outside the allocator are within {target}"
+        return "tight", f"{reserved} reserved are within {target} only if fragmentation takes no more: {short}"
     if played.peak_reserved_bytes + low <= target.capacity_bytes:
         return "tight", f"{reserved} reserved are within {target} only if little is held outside the allocator"
     limit = max(0, target.capacity_bytes - low)
@@ -350,6 +354,20 @@ def _judge(
         f"{reserved} reserved are more than {target} has left, but it runs when unused segments are given back to the "
         f"driver {times}, which costs time{way_out}"
     )
+
+
+def _lacking(recording: Recording, played: Replay, expandable: Replay, room_bytes: int) -> str:
+    """What would be lacking if fragmentation took as much again as it does here; empty where it runs even then.
+
+    How blocks fall into segments depends on what this model does not know: where the driver puts these, scratch memory
+    that nobody records, the order in which a graph is freed. The difference to segments that grow is what they cost as
+    played, and the one measure of it that there is.
+    """
+    lost_bytes = played.peak_reserved_bytes - expandable.peak_reserved_bytes
+    if played.peak_reserved_bytes + lost_bytes <= room_bytes:
+        return ""
+    limited = replay(recording, capacity_bytes=room_bytes - lost_bytes)
+    return f"with {format_bytes(lost_bytes)} less it is {limited.out_of_memory}" if limited.out_of_memory else ""
 
 
 MOST_POINTS = 2000

@@ -15,14 +15,16 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
 
+from kit.chunks.cost import LayoutCost
 from kit.config import Config
 from kit.errors import KitError
 from kit.events import Event, number
 from kit.machine.machine import hardware
 from kit.machine.processes import machine
+from kit.memory.replay.estimate import MeasuredMemory
 from kit.records.trace import BESIDE_TRAINING, merged
 from kit.speed.peaks import Peaks
-from kit.studies.diagnosis.unit_costs import LOOP, VALUE, unit_costs
+from kit.studies.diagnosis.unit_costs import LOOP, PAGE, VALUE, unit_costs
 from kit.studies.profiling.profile import Profile
 from kit.studies.profiling.trace import TraceInfo
 from kit.studies.series import measured_bytes, samples_per_second
@@ -50,6 +52,8 @@ class StoreLayout:
     chunk: tuple[int, ...]
     planned_chunk: tuple[int, ...]
     dims: tuple[str, ...]
+    python_fraction: float = 1.0
+    """Of the CPU time of reading, what is Python and not decoding, by the costs of the config's `chunking`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -151,6 +155,8 @@ class Evidence:
     """Of the time, what the first steps of epochs took beyond the median step; None where no epoch began meanwhile."""
     growth_bytes: float | None = None
     """What a step allocates and does not free, of the rank that grows most; 0 where it does not grow steadily."""
+    transient_bytes: float | None = None
+    """What a step of the first rank on the CPU allocates and frees again, at its most at a time."""
     measured_gains: Mapping[str, tuple[float, float]] = field(default_factory=dict)
     """Gains of short trials with a change, by the rule that asked for them: from and to."""
     unit_costs: Mapping[str, float] = field(default_factory=dict)
@@ -214,10 +220,34 @@ class Evidence:
         return self.shares.get("wait", math.nan) * self.step_seconds
 
     @property
+    def reading_wait_seconds(self) -> float:
+        """Of the wait, what is reading: the rest the training thread does itself with what was read."""
+        if self.read_seconds is not None:
+            return min(self.wait_seconds, self.read_seconds)
+        return self.wait_seconds * (1 - (self.busy_wait_fraction or 0.0))
+
+    @property
     def train_seconds(self) -> float:
         """A batch on one rank, from having the batch to requesting the next, without validation."""
         beside = math.fsum(self.shares.get(phase, 0.0) for phase in BESIDE_TRAINING)
         return self.step_seconds * (1 - self.shares.get("wait", math.nan) - beside)
+
+    @property
+    def cpu_seconds(self) -> float | None:
+        """Of a batch on one rank, with its loader processes."""
+        return None if self.process_cores is None else self.process_cores * self.step_seconds / max(1, self.world_size)
+
+    @property
+    def beside_seconds(self) -> float:
+        """CPU time of a batch on one rank that was not the training thread's; infinite where it is not known."""
+        if self.cpu_seconds is None or self.thread_cores is None:
+            return math.inf
+        return max(0.0, self.cpu_seconds - (self.thread_cores - (self.queued_fraction or 0.0)) * self.step_seconds)
+
+    @property
+    def batch_samples(self) -> float:
+        """On one rank."""
+        return (self.samples_per_second or 0.0) * self.step_seconds / max(1, self.world_size)
 
     @property
     def on_gpu(self) -> bool:
@@ -276,7 +306,7 @@ def evidence_of(trial: Trial, peaks: Peaks | None = None, profile: Profile | Non
         samples_per_second=samples_per_second(trial), warnings=tuple(trial.warnings), peaks=peaks, layout=layout,
         hosts=hosts, unit_costs=unit_costs(_acts(hosts, work)) if here else {},
         uneven=_uneven(steps), epoch_start_fraction=_epoch_starts(steps), growth_bytes=_growth(trial),
-        notes=tuple(notes), work=work, read_seconds=_read_seconds(steps),
+        transient_bytes=_transient(trial), notes=tuple(notes), work=work, read_seconds=_read_seconds(steps),
         **_times(steps, _computing(trial)), **_start_up(trial),
         **_reading(trial), **_cpu(trial), **_memory(trial, here), **profiled,
     )  # fmt: skip
@@ -319,7 +349,8 @@ def _acts(hosts: Mapping[int, Mapping[str, Any]], work: CountedWork | None) -> l
     watched = [one for host in hosts.values() for one in (host, *host.get("workers", ()))]
     values = [VALUE, LOOP] if work is not None and work.own_syncs else []
     reads = [one.get("reads", {}) for one in watched]
-    return [*values, *sorted({read.get("through", package) for found in reads for package, read in found.items()})]
+    packages = {read.get("through", package) for found in reads for package, read in found.items()}
+    return [PAGE, *values, *sorted(packages)]
 
 
 def _computing(trial: Trial) -> dict[int, float]:
@@ -407,6 +438,16 @@ def _growth(trial: Trial) -> float | None:
     return max(found, default=None)
 
 
+def _transient(trial: Trial) -> float | None:
+    """See `Evidence.transient_bytes`: of two steps, the first of which makes the optimizer's state, the second."""
+    path = trial.paths.measured_memory(0)
+    if not path.is_file():
+        return None
+    held = MeasuredMemory.load(path).allocated_bytes
+    second = held[len(held) // 2 :]
+    return float(second.max() - second.min())
+
+
 def growth(held: Sequence[tuple[int, float]]) -> float:
     """Bytes that a step adds, of (step, bytes) in order; 0 where they do not grow steadily."""
     third = len(held) // 3
@@ -480,8 +521,15 @@ def store_layout(config: Config) -> StoreLayout:
     return StoreLayout(
         seconds_per_batch=sum(cost.seconds_per_batch for cost in stored),
         planned_seconds_per_batch=plan.seconds_per_batch, chunk=stored[0].chunk, planned_chunk=plan.chunk,
-        dims=plan.dims,
+        dims=plan.dims, python_fraction=_python_fraction(config, stored),
     )  # fmt: skip
+
+
+def _python_fraction(config: Config, costs: Sequence[LayoutCost]) -> float:
+    chunking = config.chunking
+    python = math.fsum(cost.requests_per_batch for cost in costs) * chunking.request_cpu_seconds
+    decoding = math.fsum(cost.bytes_per_batch for cost in costs) / chunking.decode_bytes_per_second
+    return python / (python + decoding) if python + decoding > 0 else 1.0
 
 
 def _cpu(trial: Trial) -> dict[str, Any]:
@@ -535,8 +583,11 @@ def _work(trial: Trial) -> CountedWork | None:
         batch_norms_again=max(event["batch_norms_again"] for event in found), lines=tuple(first["lines"]),
         collective_places=tuple((str(place), int(count)) for place, count in first.get("collective_places", ())),
         places=tuple(first["places"]) if "places" in first else None,
-        **{name: int(first.get(name, 0)) for name in ("rows", "rows_used", "collectives", "collective_bytes")},
+        **{name: int(first.get(name, 0)) for name in _COUNTS},
     )  # fmt: skip
+
+
+_COUNTS = ("rows", "rows_used", "collectives", "collective_bytes")
 
 
 def _finite(value: Any) -> float:

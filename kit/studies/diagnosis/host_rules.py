@@ -13,6 +13,7 @@ from typing import Any
 from kit.studies.diagnosis.evidence import Evidence
 from kit.studies.diagnosis.rule import MANY_STEPS, SLIVER, Change, Range, Rule, without, without_part
 from kit.studies.diagnosis.sampler import DRAWERS
+from kit.studies.diagnosis.unit_costs import PAGE, PAGE_BYTES
 from kit.units import format_bytes, format_count, format_seconds
 
 _TWENTIETH = 0.05
@@ -118,6 +119,25 @@ def _hook_sentence(found: Evidence, value: float) -> str:
     return (
         f"{name.partition(']')[2]} takes {value:.0%} of the time, {seconds} a step{f', at {place}' if place else ''}."
     )
+
+
+def _hook_effect(found: Evidence) -> Range:
+    """Without the hook; its arrays also kept glibc from giving memory back, so the rest may get pages anew instead."""
+    share = _hook(found)[1]
+    left = 1 - min(0.95 * share, _MOST_GONE)
+    return 1 / (left + _faults_to_come(found)), without(share)[1]
+
+
+_MOST_GONE = 0.95
+
+
+def _faults_to_come(found: Evidence) -> float:
+    """Over the time, what it takes to get all memory of a step anew, beyond the faults there are."""
+    host, given_back = found.host, not found.on_gpu and not found.config.hardware.keep_freed_memory
+    if not given_back or "page_faults_per_second" not in host or found.transient_bytes is None:
+        return 0.0
+    pages = found.transient_bytes / PAGE_BYTES / found.step_seconds - float(host["page_faults_per_second"])
+    return max(0.0, pages) * found.unit_costs.get(PAGE, 0.0)
 
 
 def _garbage(found: Evidence) -> float | None:
@@ -253,10 +273,18 @@ def _collectives_effect(found: Evidence) -> Range | None:
 def _page_faults(found: Evidence) -> float | None:
     """The share of the system in the training thread's time, where it answers page faults; a GPU's step hides it."""
     host = found.host
-    if not host or "page_faults_per_second" not in host:
+    if not host or "page_faults_per_second" not in host or _forked_meanwhile(found):
         return None
     most = host["page_faults_per_second"] * _MOST_FAULT_SECONDS  # what is more went into reading, writing and waiting
     return 0.0 if found.on_gpu else min(host["system_fraction"], most)
+
+
+def _forked_meanwhile(found: Evidence) -> bool:
+    """Whether loader processes were forked in the time that was watched: a write to a page shared with one faults."""
+    loader = found.host.get("loader", {})
+    forks = loader.get("workers") and loader.get("start_method") == "fork"
+    again = not loader.get("persistent") or found.host.get("loaders_remade")
+    return bool(forks and again and found.epoch_start_fraction is not None)
 
 
 _MOST_FAULT_SECONDS = 5e-6
@@ -267,11 +295,8 @@ def _page_faults_sentence(found: Evidence, value: float) -> str:
     faults = found.host["page_faults_per_second"] * found.step_seconds
     return (
         f"The system takes {value:.0%} of the time to give the training thread memory that it gave back before: "
-        f"{format_count(faults)} page faults a step, for {format_bytes(faults * _PAGE_BYTES)}."
+        f"{format_count(faults)} page faults a step, for {format_bytes(faults * PAGE_BYTES)}."
     )
-
-
-_PAGE_BYTES = 4096
 
 
 def _grows(found: Evidence) -> float | None:
@@ -338,7 +363,7 @@ HOST_RULES: tuple[Rule, ...] = (
         threshold=SLIVER, source="kit", needs="watched steps", part="other",
         measure=lambda found: _hook(found)[1] if found.host else None, sentence=_hook_sentence,
         setting=lambda _: "that hook: less of it, or every so many steps",
-        effect=lambda found: without(0.95 * _hook(found)[1], _hook(found)[1]),
+        effect=_hook_effect,
         explains=("many tiny operations", "sync in the step", "batch too small"),
     ),
     Rule(
@@ -384,7 +409,7 @@ HOST_RULES: tuple[Rule, ...] = (
         name="page faults", looks_at="share of the time in which the system answers page faults of the training "
         "thread", unit="fraction", threshold=0.15, source="kit: glibc gives large arrays back to the system when they "
         "are freed, and each 4 KiB of the next one is a page fault; with less, three trials of five gained nothing",
-        needs="watched steps on Linux, on the CPU",
+        needs="watched steps on Linux, on the CPU, in which no loader process is forked",
         measure=_page_faults, sentence=_page_faults_sentence,
         setting=lambda _: "hardware.keep_freed_memory; outside of kit, MALLOC_TRIM_THRESHOLD_ and "
         "MALLOC_MMAP_THRESHOLD_ of the environment, both 1000000000",
@@ -416,6 +441,6 @@ HOST_RULES: tuple[Rule, ...] = (
         sentence=lambda found, value: f"A step makes {value:.0f} collectives of its own, most of them at "
         f"{found.work.collective_places[0][0] if found.work else ''}: each waits for all ranks.",
         setting=lambda _: "one collective for all values: stack them, or log with sync_dist at the end of the epoch",
-        effect=_collectives_effect, explains=("communication", "many tiny operations"),
+        effect=_collectives_effect, explains=("communication", "many tiny operations", "batch too small"),
     ),
 )  # fmt: skip

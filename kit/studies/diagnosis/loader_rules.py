@@ -78,7 +78,7 @@ def _one_row_effect(found: Evidence) -> Range | None:
         return None
     package, sizes, of_package, is_worker = read
     share = max(of_package, _at_its_lines(found, package, is_worker))
-    samples = (found.samples_per_second or 0.0) * found.step_seconds / max(1, found.world_size)
+    samples = found.batch_samples
     making = found.step_seconds * (max(1, _workers(found)) if is_worker else 1)
     calls = samples * found.unit_costs.get(sizes.get("through", package), 0.0) / making / share
     gone = 1 - _wanted_bytes(found, sizes) / sizes["covered_bytes"]
@@ -295,6 +295,17 @@ def _order_sentence(found: Evidence, value: float) -> str:
     )
 
 
+def _order_effect(found: Evidence) -> Range:
+    """The whole beginning of an epoch: the order is also made into batches' indexes, and freed when an epoch ends.
+
+    Where loader processes or a loader are made anew then, too, it is the order at least and the beginning at most.
+    """
+    order = _order(found) or 0.0
+    whole = max(order, found.epoch_start_fraction or 0.0)
+    processes = _workers(found) and not found.host["loader"].get("persistent")
+    return without(0.9 * (order if processes or found.host.get("loaders_remade") else whole), whole)
+
+
 def _remade(found: Evidence) -> float | None:
     if not found.host or "loaders_remade" not in found.host:
         return None
@@ -392,7 +403,7 @@ LOADER_RULES: tuple[Rule, ...] = (
         measure=_order, sentence=_order_sentence, part="wait",
         setting=lambda _: "the sampler of your DataLoader: RandomSampler(data, replacement=True, num_samples=...) "
         "draws as it goes; or longer epochs",
-        effect=lambda found: without(0.9 * (_order(found) or 0.0), _order(found)),
+        effect=_order_effect,
         explains=(*WAITS, "no prefetch", "Python in the data", "all cores busy", "loader start-up"),
     ),
     Rule(

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from kit.studies.diagnosis.evidence import Evidence
+from kit.studies.diagnosis.unit_costs import PAGE, PAGE_BYTES
 from kit.units import format_count
 
 Change = Mapping[str, Any]
@@ -87,6 +88,71 @@ def shorter(found: Evidence, part_seconds: float, factor: float) -> Range | None
     """A part of the step made `factor` times as fast."""
     after = found.step_seconds - part_seconds * (1 - 1 / factor)
     return (gain := found.step_seconds / after, gain) if after > 0 and factor > 0 else None
+
+
+HANDOVER_SECONDS = 1e-3
+"""What it costs at least to take a batch from another process, and that process to give it."""
+_OPERATION_SECONDS = 10e-6
+"""Of Python for each operation of torch: an operation itself runs without the interpreter."""
+_CHANGING_HANDS = 2.0
+"""Times as long as alone that Python may take beside Python: 1.3 to 2.5 was measured on two cores."""
+_BUSY_CORES = 0.8
+"""Of cores that are never to stand idle, what is used, as batches and steps come in bursts: 0.79 to 0.82 of two."""
+
+
+def _all_cores_seconds(found: Evidence, more: float = 0.0) -> float:
+    """What a batch takes where all cores compute all the time, with `more` CPU seconds of a rank; 0 where not known."""
+    cpu = found.cpu_seconds
+    if not found.cores:
+        return 0.0
+    if cpu is None:
+        cpu = (0.0 if found.on_gpu else found.train_seconds) + found.wait_seconds
+    return (cpu + more) * max(1, found.world_size) / found.cores
+
+
+def ahead_in_threads(found: Evidence) -> Range | None:
+    """The gain where threads of the process that trains read ahead.
+
+    What the training thread does itself while it waits stays with it. Of the reading, waiting for a store is hidden;
+    what computes needs a core that is idle, and Python needs the interpreter, which the training holds for its own
+    Python. At most they share it without loss; at least what finds it held takes longer than alone.
+    """
+    train, wait = found.train_seconds, found.wait_seconds
+    if not train + wait > 0:
+        return None
+    reading, busy = found.reading_wait_seconds, wait * (found.busy_wait_fraction or 0.0)
+    own = wait - reading
+    computed = min(reading, found.beside_seconds + max(0.0, busy - own))
+    layout = found.layout  # without one nobody knows how much is Python
+    least, most = (computed * (share if layout is None else layout.python_fraction) for share in (0.0, 1.0))
+    calls = math.inf if found.work is None else found.work.calls * _OPERATION_SECONDS
+    alone = math.fsum(found.shares.get(part, 0.0) for part in ("backward", "communication")) * found.step_seconds
+    holding = own + min(max(0.0, train - alone), calls)
+    cores = _all_cores_seconds(found)
+    shared = max(train + own, reading, holding + least, cores)
+    free = max(0.0, train + own - holding)
+    fought_for = max(train + own + max(0.0, _CHANGING_HANDS * most - free), reading, cores / _BUSY_CORES)
+    return (train + wait) / fought_for, (train + wait) / shared
+
+
+def ahead_in_processes(found: Evidence, fewest: int, most: int) -> Range | None:
+    """The gain where `fewest` to `most` loader processes make the batches, if cores are idle to run them.
+
+    A batch of another process is handed over: both write or map every page of it once. What is done to the batches of
+    kit's loader around it, in the training thread, stays there.
+    """
+    train, wait, workers = found.train_seconds, found.wait_seconds, found.workers or 0
+    if not train + wait > 0:
+        return None
+    own = wait - found.reading_wait_seconds if found.own_loader and found.read_seconds is not None else 0.0
+    train, wait = train + own, wait - own
+    pages = found.host.get("sample_bytes", 0) * found.batch_samples / PAGE_BYTES
+    given = HANDOVER_SECONDS + pages * found.unit_costs.get(PAGE, 0.0)
+    making, new = ((train + wait) * workers, 0.0) if workers else (wait + given, given)
+    cores = _all_cores_seconds(found, 2 * new)
+    ends = ((fewest, _BUSY_CORES), (max(fewest, most), 1.0))
+    low, high = (max(train + new, making / max(1, count), cores / used) for count, used in ends)
+    return (train + wait) / low, (train + wait) / high
 
 
 def widened(effect: Range | None, found: Evidence, part: str) -> Range | None:

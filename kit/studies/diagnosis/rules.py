@@ -9,17 +9,23 @@ what the host does beside (`kit.studies.diagnosis.host_rules`).
 
 from __future__ import annotations
 
+import math
+
+from kit.studies.calibration.rules import ENOUGH, cpu_cap
 from kit.studies.diagnosis.evidence import Evidence
 from kit.studies.diagnosis.host_rules import HOST_RULES
 from kit.studies.diagnosis.loader_rules import LOADER_RULES
 from kit.studies.diagnosis.rule import (
     BASEMODEL,
+    HANDOVER_SECONDS,
     SLIVER,
     TRAINING_AT_SCALE,
     WAITS,
     Change,
     Range,
     Rule,
+    ahead_in_processes,
+    ahead_in_threads,
     shorter,
     without,
 )  # fmt: skip
@@ -29,19 +35,22 @@ from kit.units import format_bytes, format_count, format_seconds
 
 
 def _without_wait(found: Evidence) -> Range | None:
-    """From one process beside the training to as many as the cores leave; the wait is hidden, or the longer remains."""
-    train, wait = found.train_seconds, found.wait_seconds
-    one, many = max(train, wait), max(train, wait / _workers(found))
-    return ((train + wait) / one, (train + wait) / many) if one > 0 and many > 0 else None
+    """By threads that read ahead, where kit's engine reads; else from one more process to as many as cores leave."""
+    if found.own_loader and found.config.loader.num_workers == 0:
+        return ahead_in_threads(found)
+    if "calibration.enabled" in _worker_change(found):
+        return _with_workers(found)
+    return ahead_in_processes(found, (found.workers or 0) + 1, _workers(found))
 
 
 def _with_workers(found: Evidence) -> Range | None:
-    """Preparing a batch in several processes: as fast as they, the training, and all cores together allow."""
-    train, wait = found.train_seconds, found.wait_seconds
-    busy = train * (0 if found.on_gpu else 1) + wait
-    after = max(train, wait / _workers(found), busy * max(1, found.world_size) / (found.cores or 1))
-    alone = max(train, wait / _workers(found))
-    return ((train + wait) / after, (train + wait) / alone) if after > 0 and alone > 0 else None
+    """Preparing a batch in several processes; those that wait need no core, and calibrating finds how many help."""
+    if "calibration.enabled" not in _worker_change(found):
+        return ahead_in_processes(found, _workers(found), _workers(found))
+    busy = 1.0 if found.busy_wait_fraction is None else found.busy_wait_fraction
+    most = cpu_cap(max(1, (found.cores or 2) // max(1, found.world_size)), busy)
+    effect = ahead_in_processes(found, most, most)
+    return None if effect is None else (ENOUGH * effect[0], effect[1])
 
 
 def _workers(found: Evidence) -> int:
@@ -101,13 +110,14 @@ def _no_prefetch(found: Evidence) -> float | None:
     if found.wait_fraction is None or found.workers is None:
         return None
     ahead = found.config.loader.batches_ahead if found.own_loader else 0
-    if found.wait_seconds < _LEAST_WAIT_SECONDS:
+    if found.wait_seconds < HANDOVER_SECONDS or found.workers or ahead:
         return 0.0
-    return found.wait_fraction if found.workers == 0 and ahead == 0 else 0.0
+    effect = _without_wait(found)
+    return found.wait_fraction if effect is not None and max(effect) >= _LEAST_HIDDEN else 0.0
 
 
-_LEAST_WAIT_SECONDS = 1e-3
-"""To take a batch from another process costs about as much."""
+_LEAST_HIDDEN = 1.05
+"""A gain that is less at most is none to read ahead for."""
 
 
 def _chunks(found: Evidence) -> float | None:
@@ -115,6 +125,14 @@ def _chunks(found: Evidence) -> float | None:
     if layout is None or wait is None or not layout.planned_seconds_per_batch > 0:
         return None
     return layout.seconds_per_batch / layout.planned_seconds_per_batch if wait >= SLIVER else 1.0
+
+
+def _chunks_effect(found: Evidence) -> Range | None:
+    """Of the wait only the reading is shorter, and of that what is hidden stays so."""
+    waited = found.reading_wait_seconds
+    reading = found.wait_seconds if found.read_seconds is None else found.read_seconds
+    left = max(0.0, reading / (_chunks(found) or 1.0) - max(0.0, reading - waited))
+    return shorter(found, waited, waited / left if left else math.inf)
 
 
 def _chunks_sentence(found: Evidence, value: float) -> str:
@@ -352,6 +370,17 @@ RULES: tuple[Rule, ...] = (
         setting=_wait_setting, change=_wait_change, effect=_without_wait,
     ),
     Rule(
+        name="Python in the data", part="wait", explains=WAITS,
+        looks_at="part of the wait in which the training thread itself computes",
+        unit="fraction", threshold=0.5, source="one core at 100 % (kit): a thread that waits for a disk or a network "
+        "uses no CPU", needs="cpu_used, and a wait of a fifth of the time", measure=_one_core,
+        sentence=lambda found, _: "One core is at 100 % making batches in Python while everything else waits for it: "
+        f"{format_seconds(found.wait_seconds)} a batch{_data_line(found)}.",
+        setting=lambda found: f"{_workers_words(found)}: make batches in several processes, or do the "
+        "transform for a whole batch at once",
+        change=_worker_change, effect=_with_workers,
+    ),
+    Rule(
         name="no prefetch", part="wait", explains=WAITS,
         looks_at="share of the time spent waiting, with nothing read ahead", unit="fraction",
         threshold=SLIVER, source=f"{BASEMODEL}: a GPU idle between batches asks for a higher prefetch; a tenth is "
@@ -370,18 +399,7 @@ RULES: tuple[Rule, ...] = (
         "wasted bytes; the factor is kit's, beyond the error of its cost model", needs="data that kit reads",
         measure=_chunks, sentence=_chunks_sentence,
         setting=lambda _: "chunking.chunk: build the store again, with the chunks that kit.plan_chunks chooses",
-        change=_chunks_change, effect=lambda found: shorter(found, found.wait_seconds, _chunks(found) or 1.0),
-    ),
-    Rule(
-        name="Python in the data", part="wait", explains=WAITS,
-        looks_at="part of the wait in which the training thread itself computes",
-        unit="fraction", threshold=0.5, source="one core at 100 % (kit): a thread that waits for a disk or a network "
-        "uses no CPU", needs="cpu_used, and a wait of a fifth of the time", measure=_one_core,
-        sentence=lambda found, _: "One core is at 100 % making batches in Python while everything else waits for it: "
-        f"{format_seconds(found.wait_seconds)} a batch{_data_line(found)}.",
-        setting=lambda found: f"{_workers_words(found)}: make batches in several processes, or do the "
-        "transform for a whole batch at once",
-        change=_worker_change, effect=_with_workers,
+        change=_chunks_change, effect=_chunks_effect,
     ),
     Rule(
         name="all cores busy", part="wait", explains=WAITS,
@@ -391,7 +409,7 @@ RULES: tuple[Rule, ...] = (
         sentence=lambda found, _: f"All {found.cores} cores are busy making batches and the GPU still waits: more "
         "loader processes cannot help.",
         setting=lambda _: "the transform or the compression: do less work a sample, on the GPU, or once while building "
-        "the store", effect=_without_wait,
+        "the store", effect=lambda found: without(0.0, found.shares["wait"]),
     ),
     Rule(
         name="training shorter than preprocessing", part="wait",

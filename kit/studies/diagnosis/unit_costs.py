@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import io
+import mmap
 import statistics
 import tempfile
 import time
@@ -18,12 +19,13 @@ from collections.abc import Callable, Collection
 import numpy as np
 
 TURNS, ELEMENTS = 15, 256
-VALUE, LOOP = "value of a tensor", "element of a loop"
-"""To ask a tensor for its value; and to make the tensors of a loop over elements besides."""
+VALUE, LOOP, PAGE = "value of a tensor", "element of a loop", "page of memory"
+"""To ask a tensor for its value; to make the tensors of a loop over elements besides; the first write to a page."""
+PAGE_BYTES, _PAGES = 4096, 256
 
 
 def unit_costs(kinds: Collection[str]) -> dict[str, float]:
-    """Seconds of one act, by kind: `VALUE`, `LOOP`, or the package that reads one row of a small chunk.
+    """Seconds of one act, by kind: `VALUE`, `LOOP`, `PAGE`, or the package that reads one row of a small chunk.
 
     A package that reads by another, as xarray does, has the time of both.
 
@@ -63,6 +65,18 @@ def _loop() -> float:
 
 
 @functools.cache
+def _page() -> float:
+    """A page that the system fills with zeros; memory of the process that is free would be used again."""
+
+    def touch() -> None:
+        with mmap.mmap(-1, _PAGES * PAGE_BYTES) as pages:
+            for place in range(0, _PAGES * PAGE_BYTES, PAGE_BYTES):
+                pages[place] = 1
+
+    return _seconds(touch, _PAGES)
+
+
+@functools.cache
 def _hdf5_row() -> float:
     import h5py  # type: ignore[import-untyped]
 
@@ -93,4 +107,4 @@ def _xarray_row() -> float:
             return _seconds(lambda: [array.isel(row=row).values for row in range(8)], 8)
 
 
-_ACTS = {VALUE: _value, LOOP: _loop, "h5py": _hdf5_row, "zarr": _zarr_row, "xarray": _xarray_row}
+_ACTS = {VALUE: _value, LOOP: _loop, PAGE: _page, "h5py": _hdf5_row, "zarr": _zarr_row, "xarray": _xarray_row}

@@ -211,7 +211,7 @@ def _loading(trial: Trial, found: Evidence) -> tuple[Loading, list[str]]:
         reasons = [f"a step waited {waited:.0%} of its time for data: the loader determines its length"]
     else:
         seconds = None
-        reasons = ["no step waited for data: how fast the loader of a rank could be is not known"]
+        reasons = [f"a step waited {waited:.1%} of its time for data: how fast a rank's loader could be is not known"]
     # CPU seconds of loader processes for each batch of a rank.
     used = sum(float(event["workers_seconds"]) for event in trial.events if event["kind"] == "cpu_used")
     cpu_seconds = used / len(_after_warmup(trial))

@@ -21,7 +21,7 @@ from numbers import Integral, Real
 from pathlib import Path
 from typing import Any
 
-from kit.arguments import check_count
+from kit.arguments import check_count, checks_arguments
 from kit.errors import ConfigError, KitError, PlanError, Problem
 from kit.machine.machine import hardware
 from kit.memory.prediction import predict_memory
@@ -52,6 +52,7 @@ _CORES_PER_GPU = 12
 _HOUR = 3600.0
 
 
+@checks_arguments
 def predict_run(
     runs: Any,
     *,

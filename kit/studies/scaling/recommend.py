@@ -422,11 +422,13 @@ class _Escalation:
         if least.estimate.verdict == "unknown":
             return f"nothing is known to fit: {least.estimate.reasons[0]}"
         needs, have = format_bytes(least.estimate.total_bytes[1]), format_bytes(least.estimate.capacity_bytes)
-        headroom = f" and a headroom of {least.headroom_fraction:.3g} of it" if least.estimate.may_fit else ""
-        late = f"; steps may fit that were {self._too_late}; give timeout_seconds="
+        headroom = f"a headroom of {least.headroom_fraction:.3g} of it" if least.estimate.may_fit else ""
+        room = " and ".join(filter(None, (have if have not in least.estimate.device else "", headroom)))
+        device = least.estimate.device + (f" with {room}" if room else "")
+        late = f"; steps may fit that were {self._too_late}; raise timeout_seconds"
         return (
-            f"nothing fits {least.estimate.device} with {have}{headroom}: {least.name}, which needs least, needs "
-            f"{needs}, {format_bytes(least.short_bytes)} too much{late if self._left_seconds <= 0 else ''}"
+            f"nothing fits {device}: {least.name}, which needs least, needs {needs}, "
+            f"{format_bytes(least.short_bytes)} too much{late if self._left_seconds <= 0 else ''}"
         )
 
 

@@ -172,6 +172,9 @@ def test_advice_takes_what_was_measured_before_what_is_predicted():
     assert beyond.count > 4
     assert "not measured" in str(beyond)
     assert found.advise("1 MiB").count is None
+    below_the_model = check((1, 700, 40), (4, 2, 20)).advise("1 MiB")
+    assert below_the_model.count is None
+    assert re.search("need 2 MiB here", below_the_model.reason)
 
 
 def test_what_more_query_chunks_do_to_the_database_is_said():

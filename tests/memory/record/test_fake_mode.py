@@ -17,6 +17,7 @@ from kit.config import Config
 from kit.memory.record import dry_run, fakes
 from kit.memory.record.dry_run import DryRun, record
 from kit.memory.record.fake_mode import FakeMode, rules_found_once
+from kit.memory.record.recorder import BlockRecorder
 from kit.memory.replay.replay import Recording
 
 
@@ -128,6 +129,60 @@ def test_numbers_that_are_known_stay_known():
         for expected in (2.0, 3.0, 4.0):
             torch._foreach_add_([step], 1)
             assert step.item() == expected
+
+
+def test_numbers_that_numpy_found_are_known():
+    with fakes.fake_values() as answers, FakeMode():
+        groups = torch.from_numpy(np.array([3, 0, 3])).long()
+        assert groups.max().item() == 3
+        assert torch.where(groups == 3)[0].shape == (2,)
+        groups.copy_(torch.randint(9, (3,)))
+        assert not answers.guesses
+        assert groups.max().item() == 1
+        assert len(answers.guesses) == 1
+
+
+def test_numbers_of_a_known_tensor_are_gone_through_without_torch(monkeypatch):
+    asked = Counter()
+    convert = FakeTensorMode.__torch_dispatch__
+
+    def counting(self, func, types, args=(), kwargs=None):
+        asked[func] += 1
+        return convert(self, func, types, args, kwargs)
+
+    monkeypatch.setattr(FakeTensorMode, "__torch_dispatch__", counting)
+    with fakes.fake_values() as answers, FakeMode():
+        places = torch.arange(1000).view(10, 100)[1]
+        asked.clear()
+        assert [int(place) for place in places] == list(range(100, 200))
+        assert set(asked) <= {torch.ops.prim.device.default}
+        assert len({place.untyped_storage()._cdata for place in (*places, places)}) == 1
+        assert places.unbind()[7].storage_offset() == 107
+        assert not answers.guesses
+        places.unbind()[7].copy_(torch.rand(()))
+        assert int(places[0]) == 1  # not known any more
+
+
+def test_numbers_are_written_to_places_without_torch(monkeypatch):
+    asked = Counter()
+    convert = FakeTensorMode.__torch_dispatch__
+
+    def counting(self, func, types, args=(), kwargs=None):
+        asked[func] += 1
+        return convert(self, func, types, args, kwargs)
+
+    with fakes.fake_values(), FakeMode(), BlockRecorder() as recorder:
+        matrix = torch.rand(100, 100)
+        matrix[0, 0] = 1  # what is not asked again
+        monkeypatch.setattr(FakeTensorMode, "__torch_dispatch__", counting)
+        before, version = recorder.held_bytes, matrix._version
+        for _ in range(50):
+            matrix[0, 0] = 1
+        assert (recorder.held_bytes, matrix._version) == (before, version + 50)
+        assert set(asked) <= {torch.ops.prim.device.default}
+        known = torch.zeros(3)
+        known[1] = 5
+        assert known.tolist() == [0, 5, 0]
 
 
 def test_lists_of_other_shapes_are_still_refused():

@@ -9,7 +9,7 @@ from torch import nn
 from torch._subclasses import fake_impls
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
-from kit.memory.record.dry_run import FINITE_CHECKS
+from kit.memory.record.dry_run import VALUE_CHECKS
 from kit.memory.record.fakes import KNOWN_NUMEL, fake_values
 from kit.memory.record.recorder import BlockRecorder
 
@@ -18,7 +18,7 @@ HERE = Path(__file__).name
 
 @pytest.fixture
 def answers():
-    with fake_values() as answers, FakeTensorMode(allow_non_fake_inputs=True), BlockRecorder(observers=FINITE_CHECKS):
+    with fake_values() as answers, FakeTensorMode(allow_non_fake_inputs=True), BlockRecorder(observers=VALUE_CHECKS):
         yield answers
 
 
@@ -72,6 +72,41 @@ def test_what_something_unknown_is_written_to_is_not_known(answers, write):
     assert known.tolist() == [2, 2, 2]
     write(known)
     assert known.tolist() == [1, 1, 1]
+
+
+def _random_places(count):
+    places = torch.randperm(10_000)[:count].unsqueeze(0)
+    mask = torch.zeros(100, 100).to(torch.bool).view(1, -1)
+    return mask.scatter_(1, places, torch.ones(1, count, dtype=torch.bool)).view(100, 100)
+
+
+def test_a_mask_of_random_places_selects_as_many(answers):
+    assert torch.where(_random_places(40) == 1.0)[0].shape == (40,)
+    assert torch.rand(100, 100)[_random_places(40)].shape == (40,)
+    assert not answers.guesses
+
+
+def test_a_mask_of_any_places_selects_as_many_at_most(answers):
+    mask = torch.zeros(1, 10_000).scatter_(1, torch.randint(10_000, (1, 40)), 1.0)
+    assert torch.nonzero(mask).shape == (40, 2)
+    assert all("upper bound" in guess for guess in answers.guesses)
+
+
+@pytest.mark.parametrize("write", [
+    lambda mask: mask[0].fill_(True),
+    lambda mask: mask.view(-1).logical_or_(torch.rand(10_000) > 0.5),
+    lambda mask: mask.copy_(torch.rand(100, 100) > 0.5),
+])  # fmt: skip
+def test_a_mask_that_something_else_is_written_to_may_select_all(answers, write):
+    mask = _random_places(40)
+    write(mask)
+    assert torch.nonzero(mask).shape == (10_000, 2)
+
+
+def test_numbers_that_numpy_reads_differ(answers):
+    assert len(np.unique(torch.rand(50, 3).numpy(), axis=0)) == 50
+    assert "random" in next(iter(answers.guesses))
+    assert torch.randint(9, (50,)).numpy().tolist() == [0] * 50
 
 
 def test_a_converted_constant_has_the_new_type(answers):

@@ -69,15 +69,31 @@ def test_a_device_smaller_than_the_parameters_or_than_its_context_does_not_fit()
         assert answer.device_allocated_bytes == replay(recording).peak_allocated_bytes
 
 
-def test_expandable_segments_are_named_where_they_would_do():
+def scattered():
+    """Pairs of growing blocks, each followed by a small one that keeps a segment of a pair from going back."""
     story = RecordingBuilder()
     story.operator("mm", "forward")
     for size in (40, 44, 48):
         story.free(*[story.allocate(size * MIB) for _ in range(2)])
         story.allocate(2 * MIB)
-    answer = estimate(story.build(), device(130 * MIB))
+    return story.build()
+
+
+def test_expandable_segments_are_named_where_they_would_do():
+    answer = estimate(scattered(), device(130 * MIB))
     assert answer.device_reserved_expandable_bytes < 130 * MIB < answer.device_reserved_bytes
     assert "expandable_segments:True" in answer.reasons[0]
+
+
+def test_what_fits_only_as_fragmented_as_it_is_played_is_tight():
+    recording = scattered()
+    answer = estimate(recording, device(GIB))
+    lost = answer.device_reserved_bytes - answer.device_reserved_expandable_bytes
+    assert answer.fits
+    exactly = estimate(recording, device(answer.device_reserved_bytes))
+    assert (exactly.verdict, "fragmentation" in exactly.reasons[0]) == ("tight", True)
+    assert estimate(recording, device(answer.device_reserved_bytes + lost)).fits
+    assert estimate(fragmented(), device(62 * MIB)).fits  # as unused segments can be given back
 
 
 @examples(60)
@@ -91,7 +107,8 @@ def test_fits_never_runs_out_and_more_memory_is_never_worse(actions, capacity, l
     if answer.verdict == "does not fit":
         assert replay(recording, capacity_bytes=max(0, capacity - low)).out_of_memory is not None
     need = answer.device_reserved_bytes + low + more
-    assert estimate(recording, device(max(capacity, need), (low, low + more))).verdict == "fits"
+    lost = max(0, answer.device_reserved_bytes - answer.device_reserved_expandable_bytes)
+    assert estimate(recording, device(max(capacity, need) + lost, (low, low + more))).verdict == "fits"
     assert order.index(answer.verdict) < 2 or need <= capacity
 
 
