@@ -191,7 +191,8 @@ def _convolution(args: Sequence[Any], out: Tensor) -> int:
     result, transposed = _blocked(out), bool(args[6])
     if transposed and _LANES > _NARROW and values.element_size() == _FLOAT32:
         return _transposed_convolution(args, out)
-    copies = (_blocked(values) if transposed else _copied(values)) + _blocked(weight, 2)
+    is_copied = transposed or _is_pointwise(values, weight)
+    copies = (_blocked(values) if is_copied else _copied(values)) + _blocked(weight, 2) + _sums(values, weight, out)
     return max(copies + result - int(out.nbytes), (2 if transposed else 1) * result)
 
 
@@ -223,8 +224,9 @@ def _convolution_backward(args: Sequence[Any], out: Any) -> int:
     # The gradient of one is the result of the other: what a transposed one reads forward, it writes backward.
     read, written = (gradient, values) if args[7] else (values, gradient)
     first = (_copied(gradient) if args[7] else _blocked(gradient)) + _blocked(weight, 2) + _blocked(values)
+    first += _sums(values, weight, values)
     first = first if inner else 0
-    lanes = _lanes_of_weights(read)
+    lanes = _LANES if not args[7] and _is_pointwise(values, weight) else _lanes_of_weights(read)
     weights = _blocked(weight, 2, lanes)
     second = inner + (_blocked(read, 1, lanes) if lanes else 0) + _blocked(written, 1, lanes) + weights
     if weight.element_size() < _FLOAT32:
@@ -253,8 +255,20 @@ def _is_small(values: Tensor, weight: Tensor, groups: int) -> bool:
     return is_one and groups == 1 and not is_wide and values.dtype is torch.float32
 
 
+def _is_pointwise(values: Tensor, weight: Tensor) -> bool:
+    """Whether each output is a product of one position and all channels, whose kernels want full lanes."""
+    return math.prod(weight.shape[2:]) == 1 and weight.shape[1] == values.shape[1]
+
+
+def _sums(values: Tensor, weight: Tensor, out: Tensor) -> int:
+    """Sums in float32 of products in half precision, of one sample for each thread."""
+    if out.element_size() >= _FLOAT32 or not _is_pointwise(values, weight):
+        return 0
+    return _FLOAT32 * _round_up(out.shape[1], _LANES) * math.prod(out.shape[2:]) * torch.get_num_threads()
+
+
 def _copied(values: Tensor) -> int:
-    """The input's copy; few channels are read as they lie."""
+    """The input's copy; few channels are read as they lie, but for products of one position."""
     return _blocked(values) if values.shape[1] >= _LANES else 0
 
 
@@ -262,9 +276,9 @@ def _lanes_of_weights(read: Tensor) -> int:
     """How wide the gradient of a weight is computed: few channels by narrower kernels, and up to three, which AVX-512
     reads as they lie, by those that take them so (0)."""
     channels = read.shape[1]
-    if _LANES == _NARROW or channels >= _LANES:
-        return _LANES
-    return 0 if channels <= _COLOURS else _NARROW
+    if _LANES == _NARROW:
+        return 0 if channels == _COLOURS else _LANES
+    return _LANES if channels >= _LANES else 0 if channels <= _COLOURS else _NARROW
 
 
 def _blocked(tensor: Tensor, axes: int = 1, lanes: int = 0) -> int:

@@ -127,6 +127,10 @@ CONVOLUTIONS = [
     {"inputs": 1, "outputs": 32, "kernel": 3, "side": 64},
     {"inputs": 32, "outputs": 32, "kernel": 3, "side": 32, "groups": 32},
     {"inputs": 64, "outputs": 128, "kernel": 1, "side": 16},
+    {"inputs": 4, "outputs": 3, "kernel": 1, "side": 64, "batch": 16},
+    {"inputs": 3, "outputs": 16, "kernel": 1, "side": 64, "batch": 16},
+    {"inputs": 1, "outputs": 4, "kernel": 1, "side": 64, "batch": 16},
+    {"inputs": 3, "outputs": 4, "kernel": 3, "side": 64, "batch": 16},
     {"inputs": 64, "outputs": 32, "kernel": 2, "side": 16, "stride": 2, "transposed": True},
 ]
 
