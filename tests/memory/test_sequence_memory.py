@@ -59,8 +59,8 @@ def test_a_module_without_chunk_step_keeps_its_one_line_and_says_why(config):
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"lengths": (8,)}, "too few to compare"),
-        ({"lengths": (0, 8)}, "too few to compare"),
+        ({"lengths": (8,)}, "two or more"),
+        ({"lengths": (0, 8)}, "two or more"),
         ({"chunk": 0}, "is empty"),
         ({"data": Series(8)}, "length .*is fixed"),
     ],
