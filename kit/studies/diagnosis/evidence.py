@@ -21,7 +21,7 @@ from kit.errors import KitError
 from kit.events import Event, number
 from kit.machine.machine import hardware
 from kit.machine.processes import machine
-from kit.memory.replay.estimate import MeasuredMemory
+from kit.records.row import measured_of
 from kit.records.trace import BESIDE_TRAINING, merged
 from kit.speed.peaks import Peaks
 from kit.studies.diagnosis.unit_costs import LOOP, PAGE, VALUE, unit_costs
@@ -156,7 +156,7 @@ class Evidence:
     growth_bytes: float | None = None
     """What a step allocates and does not free, of the rank that grows most; 0 where it does not grow steadily."""
     transient_bytes: float | None = None
-    """What a step of the first rank on the CPU allocates and frees again, at its most at a time."""
+    """What a step of the fullest rank on the CPU allocates and frees again, at its most at a time."""
     measured_gains: Mapping[str, tuple[float, float]] = field(default_factory=dict)
     """Gains of short trials with a change, by the rule that asked for them: from and to."""
     unit_costs: Mapping[str, float] = field(default_factory=dict)
@@ -440,10 +440,10 @@ def _growth(trial: Trial) -> float | None:
 
 def _transient(trial: Trial) -> float | None:
     """See `Evidence.transient_bytes`: of two steps, the first of which makes the optimizer's state, the second."""
-    path = trial.paths.measured_memory(0)
-    if not path.is_file():
+    measured = measured_of(trial)
+    if measured is None:
         return None
-    held = MeasuredMemory.load(path).allocated_bytes
+    held = measured.allocated_bytes
     second = held[len(held) // 2 :]
     return float(second.max() - second.min())
 
