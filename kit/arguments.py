@@ -94,11 +94,12 @@ def takes_config(function: Callable[P, R]) -> Callable[P, R]:
 
 
 def checks_arguments(function: Callable[P, R]) -> Callable[P, R]:
-    """Let a function that takes no config refuse what `check_call` refuses."""
+    """Let a function that takes no config refuse what `check_named` and `check_call` refuse."""
     name, signature = function.__name__, inspect.signature(function)
 
     @functools.wraps(function)
     def call(*given: P.args, **named: P.kwargs) -> R:
+        check_named(name, named, signature.parameters)
         check_call(name, signature, given, named)
         return function(*given, **named)
 
@@ -106,12 +107,11 @@ def checks_arguments(function: Callable[P, R]) -> Callable[P, R]:
 
 
 def check_call(name: str, signature: inspect.Signature, given: Iterable[Any], named: Mapping[str, Any]) -> None:
-    """Refuse arguments that are too many, left out or given twice, and what `check_named` refuses, by place too.
+    """Refuse arguments that are too many, left out or given twice, and by place what `check_named` refuses by name.
 
     Raises:
         ArgumentError: naming them, and what the function takes.
     """
-    check_named(name, named, signature.parameters)
     try:
         bound = signature.bind(*given, **named)
     except TypeError as error:

@@ -163,9 +163,7 @@ def join_config(config: Config) -> JoinedDataset:
     """The dataset of a config that names several stores."""
     data = config.data
     parts = _open_all(partial(open_url, config), (data.url, *data.more))
-    return join(
-        parts, data.join, data.credentials, match=data.match, unmatched=data.unmatched, align=data.align
-    )  # fmt: skip
+    return join(parts, data.join, data.credentials, match=data.match, unmatched=data.unmatched, align=data.align)
 
 
 def _open_all(
