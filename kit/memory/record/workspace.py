@@ -8,7 +8,7 @@ finds no room, torch takes another algorithm. What cuBLAS keeps for good depends
 
 Known error: CPU convolutions within a tenth of their operands (the rules are for plain layouts; padding of channels to
 the width of the vector unit is left out), but to the byte in half precision where the processor has none, volumes of
-one position apart; everything else as its source says.
+one position apart; products in half precision as `_scratch_of_product` says; everything else as its source says.
 
 `eight_bit_on_fakes`: 8-bit optimizers (bitsandbytes, and torchao's states for shards) look their quantization maps up
 in tables of 256 numbers, sorted in Python while the first step makes its state. Sorting needs numbers, which a fake
@@ -18,6 +18,7 @@ tensor has not, so the tables are made for real; all else is as in a real step.
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib
 import importlib.util
 import math
@@ -28,16 +29,19 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch._subclasses import fake_tensor
+from torch.utils._python_dispatch import _disable_current_modes
 
 from kit.confinement.stand_ins import replaced
 from kit.memory.record.fakes import ONEDNN_HALF, backward_scratch_bytes, forward_scratch_bytes, is_emulated
 from kit.memory.record.sparse import GROWS_ON_A_GPU, is_sparse, sparse_bytes
 from kit.memory.record.temporaries import ON_EVERY_DEVICE, ON_THE_CPU, PUTS, Rule, is_spread_out, places_bytes
+from kit.memory.record.truth import AllocatorTrace
 from kit.train.optimizers import is_installed, make_tables, quiet_import
 
 Capability = tuple[int, int] | None
 """Of the GPU; None is the CPU."""
 
+_torch_c: Any = torch._C
 _INT64, _INT32 = 8, 4
 _FLOAT32 = 4
 _SORTED_EMBEDDING = 3072
@@ -334,9 +338,53 @@ def _product_of(place: int) -> Rule:
         supported = ONEDNN_HALF.get(first.dtype)
         if supported is None or not supported() or math.prod(first.shape) * second.shape[-1] <= _FEWEST_PRODUCTS:
             return sum(_for_blas(part) // (part.shape[0] if part.dim() > _MATRIX_AXES else 1) for part in operands)
-        return sum(math.prod(part.shape) * part.element_size() for part in operands if not _lies_in_order(part))
+        copied = sum(int(part.numel()) * part.element_size() for part in operands if not _lies_in_order(part))
+        turned = tuple(_lies_in_order(part) and not part.is_contiguous() for part in operands)
+        sizes = (*(int(size) for size in first.shape), int(second.shape[-1]))
+        return int(copied) + _scratch_of_product(first.dtype, sizes, turned, torch.get_num_threads())
 
     return copies
+
+
+@functools.lru_cache(maxsize=4096)
+def _scratch_of_product(dtype: torch.dtype, sizes: tuple[int, ...], turned: tuple[bool, ...], _threads: int) -> int:
+    """What oneDNN packs operands and sums products in, asked of the kernel: it multiplies once and is watched.
+
+    How it cuts a product depends on the processor, on each size, and on the number of threads. A long product is asked
+    about with its longest sizes halved: what a thread packs is bounded, and sums of all results, as processors without
+    instructions for bfloat16 keep them, grow with these. Known error: 0.5 MB of a product of more than 2 ** 31 terms.
+
+    Args:
+        sizes: ([batch,] rows, inner, columns) of the product.
+        turned: Whether each operand is the transpose of a contiguous one.
+    """
+    asked = list(sizes)
+    while math.prod(asked) > _MOST_PRODUCTS:
+        longest = asked.index(max(asked))
+        asked[longest] = -(-asked[longest] // 2)
+    *batch, rows, inner, columns = asked
+    with _disable_current_modes(), _torch_c.DisableTorchFunction():
+        first = _matrices(batch, rows, inner, dtype, turned[0])
+        second = _matrices(batch, inner, columns, dtype, turned[1])
+        trace = AllocatorTrace()
+        try:
+            trace.start(first, second)
+            result = first @ second
+        except RuntimeError:  # the user's own profiler runs, or the machine's memory is taken
+            return _FLOAT32 * math.prod(sizes) // sizes[-2]
+        finally:
+            trace.pause()
+        peak_bytes = trace.stop().peak_bytes
+    scratch_bytes = max(0, peak_bytes - sum(one.untyped_storage().nbytes() for one in (first, second, result)))
+    results, all_results = (math.prod(one) // one[-2] for one in (asked, sizes))
+    return scratch_bytes + (_FLOAT32 * (all_results - results) if scratch_bytes >= _FLOAT32 * results else 0)
+
+
+def _matrices(batch: Sequence[int], rows: int, columns: int, dtype: torch.dtype, is_turned: bool) -> Tensor:
+    """Zeros, in order or as the transpose of what lies in order."""
+    shape = (*batch, columns, rows) if is_turned else (*batch, rows, columns)
+    zeros = torch.zeros(shape, dtype=dtype, device="cpu")
+    return zeros.transpose(-2, -1) if is_turned else zeros
 
 
 def _lies_in_order(operand: Tensor) -> bool:
@@ -344,7 +392,7 @@ def _lies_in_order(operand: Tensor) -> bool:
     return operand.is_contiguous() or operand.transpose(-2, -1).is_contiguous()
 
 
-_FEWEST_PRODUCTS = 16**3
+_FEWEST_PRODUCTS, _MOST_PRODUCTS = 16**3, 2**31
 
 
 def _eight_bit_step(args: Sequence[Any], _: Any) -> int:

@@ -12,7 +12,7 @@ from kit.memory.record.fakes import is_emulated
 
 BATCH = 64
 A_FEW_BYTES = 256  # numbers that Lightning counts and logs with
-SCRATCH_BYTES = 80 << 10  # of a product in bfloat16, where oneDNN multiplies it
+SCRATCH_BYTES = 80 << 10  # of the products inside `bilinear` in bfloat16, where oneDNN multiplies them
 
 
 class Wide(LightningModule):

@@ -1,5 +1,7 @@
 """What kernels take for themselves: closed forms on CUDA, the allocator's own events on the CPU."""
 
+import itertools
+
 import pytest
 import torch
 from emulation_parts import fakes
@@ -90,18 +92,46 @@ def test_eigenvectors_on_the_cpu_take_what_lapack_asks_for(shape):
 @pytest.mark.skipif(not torch.ops.mkldnn._is_mkldnn_bf16_supported(), reason="oneDNN multiplies no bfloat16 here")
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_products_in_half_precision_on_the_cpu_copy_what_is_not_in_order(dtype):
-    """Truth: the allocator's events, less the packing that oneDNN does for any product, a fifth at most here."""
+    """Truth: the allocator's events; what oneDNN packs is the same as of operands that lie in order."""
     samples, weight = torch.randn(16, 128, 64, dtype=dtype).transpose(0, 1), torch.randn(192, 64, dtype=dtype)
     expanded = weight.t().expand(len(samples), *weight.t().shape)
     most, product = held(lambda: torch.bmm(samples, expanded))
     said = workspace_bytes("bmm", (samples, expanded), product, None)
-    assert said == (samples.numel() + expanded.numel()) * 2 * (dtype is torch.bfloat16)
-    assert product.nbytes + said == pytest.approx(most, rel=0.2)
-    for first, second in ((weight, weight.t()), (weight.t(), weight)):
-        assert workspace_bytes("mm", (first, second), first @ second, None) == 0
+    in_order = workspace_bytes("bmm", (samples.contiguous(), expanded.contiguous()), product, None)
+    assert said == in_order + (samples.numel() + expanded.numel()) * 2 * (dtype is torch.bfloat16)
+    assert product.nbytes + said == most
     rows = torch.randn(64, 256, dtype=dtype)[:, :64]
     said = workspace_bytes("addmm", (product, rows, weight.t()), None, None)
-    assert said == rows.numel() * 2 * (dtype is torch.bfloat16)
+    in_order = workspace_bytes("addmm", (product, rows.contiguous(), weight.t()), None, None)
+    assert said == in_order + rows.numel() * 2 * (dtype is torch.bfloat16)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize(
+    ("rows", "inner", "columns"),
+    [(512, 784, 512), (128, 784, 64), (64, 128, 784), (1000, 37, 90), (16, 2048, 300), (8, 8, 8), (1, 512, 512)],
+)
+def test_what_a_product_packs_is_what_the_allocator_saw(dtype, rows, inner, columns):
+    made = {
+        is_turned: (
+            lambda x, y, t=is_turned: torch.randn(y, x, dtype=dtype).t() if t else torch.randn(x, y, dtype=dtype)
+        )
+        for is_turned in (False, True)
+    }
+    for first_turned, second_turned in itertools.product((False, True), repeat=2):
+        first, second = made[first_turned](rows, inner), made[second_turned](inner, columns)
+        most, result = held(lambda a=first, b=second: a @ b)
+        assert result.nbytes + workspace_bytes("mm", (first, second), result, None) == most
+        bias = torch.zeros(columns, dtype=dtype)
+        most, result = held(lambda a=first, b=second, c=bias: torch.addmm(c, a, b))
+        assert result.nbytes + workspace_bytes("addmm", (bias, first, second), result, None) == most
+
+
+def test_the_scratch_of_a_long_product_is_near_that_of_the_whole():
+    first, second = torch.zeros(6272, 3072, dtype=torch.bfloat16), torch.zeros(3072, 1024, dtype=torch.bfloat16)
+    most, result = held(lambda: first @ second)
+    said = workspace_bytes("mm", (first, second), result, None)
+    assert result.nbytes + said == pytest.approx(most, rel=0.01)
 
 
 def test_convolutions_of_onednn_in_half_precision_are_noticed():
