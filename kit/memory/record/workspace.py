@@ -23,7 +23,7 @@ import importlib
 import importlib.util
 import math
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -42,6 +42,7 @@ Capability = tuple[int, int] | None
 """Of the GPU; None is the CPU."""
 
 _torch_c: Any = torch._C
+aten = torch.ops.aten
 _INT64, _INT32 = 8, 4
 _FLOAT32 = 4
 _SORTED_EMBEDDING = 3072
@@ -192,6 +193,8 @@ def _convolution(args: Sequence[Any], out: Tensor) -> int:
         return _unrolled_convolution(args, out)
     if _needs_no_copy(values, weight, (*args[3], *args[5])):
         return 0
+    if _lies_channels_last(values):
+        return _scratch_of_convolution(aten.convolution.default, args)
     result, transposed = _blocked(out), bool(args[6])
     if transposed and _LANES > _NARROW and values.element_size() == _FLOAT32:
         return _transposed_convolution(args, out)
@@ -221,6 +224,8 @@ def _convolution_backward(args: Sequence[Any], out: Any) -> int:
         return _unrolled_convolution_backward(args, out)
     if _needs_no_copy(values, weight, (*args[4], *args[6])):
         return 0
+    if _lies_channels_last(values):
+        return _scratch_of_convolution(aten.convolution_backward.default, args)
     results = sum(int(tensor.nbytes) for tensor in _tensors(out))
     inner = int(values.nbytes) if args[10][0] else 0
     # One that is one number spread out is written out first.
@@ -242,13 +247,59 @@ def _convolution_backward(args: Sequence[Any], out: Any) -> int:
 
 
 def _needs_no_copy(values: Tensor, weight: Tensor, steps: Sequence[int]) -> bool:
-    """Products of one position in float32 of few samples on one thread (`use_mkldnn` in `native/Convolution.cpp`), and
-    tensors that lie channels last; `steps` are strides and dilations."""
-    layout = {4: torch.channels_last, 5: torch.channels_last_3d}.get(values.dim())
-    if layout is not None and not values.is_contiguous() and values.is_contiguous(memory_format=layout):
-        return True
+    """Products of one position in float32 of few samples on one thread (`use_mkldnn` in `native/Convolution.cpp`);
+    `steps` are strides and dilations."""
     pointwise = math.prod(weight.shape[2:]) == 1 and weight.element_size() >= _FLOAT32 and max(steps) == 1
     return pointwise and values.shape[0] < _FEW_SAMPLES and torch.get_num_threads() == 1
+
+
+def _lies_channels_last(values: Tensor) -> bool:
+    layout = {4: torch.channels_last, 5: torch.channels_last_3d}.get(values.dim())
+    return layout is not None and not values.is_contiguous() and values.is_contiguous(memory_format=layout)
+
+
+def _scratch_of_convolution(operator: Any, args: Sequence[Any]) -> int:
+    """What oneDNN holds where values lie channels last, asked of the kernel; `operator` is of aten, with its arguments.
+
+    Values are read as they lie, but weights are laid out anew: one with a group for each channel takes as much for
+    every group as 16 by 16 channels do, 16 MB for 320 channels of 7 by 7. Where the whole batch is long, two small ones
+    are asked about: what is held grows evenly with the batch.
+    """
+    is_backward = operator is aten.convolution_backward.default
+    with_batch, weight, batch = args[: 1 + is_backward], args[1 + is_backward], int(args[0].shape[0])
+    operands = tuple(
+        None if one is None else (tuple(map(int, one.shape)), tuple(map(int, one.stride())), one.dtype)
+        for one in args[:_OPERANDS]
+    )
+    options = tuple(tuple(one) if isinstance(one, list | tuple) else one for one in args[_OPERANDS:])
+    threads = torch.get_num_threads()
+
+    def ask(samples: int) -> int:
+        return _scratch_of_samples(operator, operands, options, samples, threads)
+
+    products = max(int(one.numel()) for one in with_batch) * int(math.prod(weight.shape[1:]))
+    most: int = max(2, batch * _MOST_PRODUCTS_OF_MANY // max(1, products))
+    if most >= batch:
+        return ask(batch)
+    half = most // 2
+    return ask(most) + max(0, ask(most) - ask(half)) * (batch - most) // (most - half)
+
+
+@functools.lru_cache(maxsize=4096)
+def _scratch_of_samples(
+    operator: Any, operands: tuple[Any, ...], options: tuple[Any, ...], samples: int, _threads: int
+) -> int:
+    """The same for so many samples; 0 where the kernel cannot be asked."""
+    with_batch = 1 + (operator is aten.convolution_backward.default)
+    with _disable_current_modes(), _torch_c.DisableTorchFunction():
+        made: list[Tensor | None] = []
+        for place, one in enumerate(operands):
+            if one is not None:
+                shape, stride, dtype = one
+                shape = (samples, *shape[1:]) if place < with_batch else shape
+                one = torch.empty_strided(shape, stride, dtype=dtype, device="cpu").zero_()
+            made.append(one)
+        return _held_beside(lambda: operator(*made, *options), *(one for one in made if one is not None)) or 0
 
 
 def _is_small(values: Tensor, weight: Tensor, groups: int) -> bool:
@@ -366,18 +417,28 @@ def _scratch_of_product(dtype: torch.dtype, sizes: tuple[int, ...], turned: tupl
     with _disable_current_modes(), _torch_c.DisableTorchFunction():
         first = _matrices(batch, rows, inner, dtype, turned[0])
         second = _matrices(batch, inner, columns, dtype, turned[1])
-        trace = AllocatorTrace()
-        try:
-            trace.start(first, second)
-            result = first @ second
-        except RuntimeError:  # the user's own profiler runs, or the machine's memory is taken
-            return _FLOAT32 * math.prod(sizes) // sizes[-2]
-        finally:
-            trace.pause()
-        peak_bytes = trace.stop().peak_bytes
-    scratch_bytes = max(0, peak_bytes - sum(one.untyped_storage().nbytes() for one in (first, second, result)))
+        found = _held_beside(lambda: first @ second, first, second)
+    if found is None:
+        return _FLOAT32 * math.prod(sizes) // sizes[-2]
     results, all_results = (math.prod(one) // one[-2] for one in (asked, sizes))
-    return scratch_bytes + (_FLOAT32 * (all_results - results) if scratch_bytes >= _FLOAT32 * results else 0)
+    return found + (_FLOAT32 * (all_results - results) if found >= _FLOAT32 * results else 0)
+
+
+def _held_beside(operator: Callable[[], Any], *operands: Tensor) -> int | None:
+    """Bytes that an operator holds beside its operands and results; None where a profiler of the user's runs already.
+
+    A run of the same operator in a dry run's process is as in a trial: kernel, threads and allocator are the same.
+    """
+    trace = AllocatorTrace()
+    try:
+        trace.start(*operands)
+        results = _tensors(operator())
+    except RuntimeError:
+        return None
+    finally:
+        trace.pause()
+    storages = {one.untyped_storage().data_ptr(): one.untyped_storage().nbytes() for one in (*operands, *results)}
+    return max(0, trace.stop().peak_bytes - sum(storages.values()))
 
 
 def _matrices(batch: Sequence[int], rows: int, columns: int, dtype: torch.dtype, is_turned: bool) -> Tensor:
@@ -392,7 +453,7 @@ def _lies_in_order(operand: Tensor) -> bool:
     return operand.is_contiguous() or operand.transpose(-2, -1).is_contiguous()
 
 
-_FEWEST_PRODUCTS, _MOST_PRODUCTS = 16**3, 2**31
+_FEWEST_PRODUCTS, _MOST_PRODUCTS, _MOST_PRODUCTS_OF_MANY = 16**3, 2**31, 2**29
 
 
 def _eight_bit_step(args: Sequence[Any], _: Any) -> int:
@@ -405,7 +466,7 @@ def _eight_bit_step(args: Sequence[Any], _: Any) -> int:
 
 _LANES = 16 if "AVX512" in torch.backends.cpu.get_cpu_capability() else 8
 _NARROW, _COLOURS = 8, 3
-_VOLUME_AXES = 5
+_VOLUME_AXES, _OPERANDS = 5, 3
 _FEW_SAMPLES = 16
 _FEW_NUMBERS, _SMALL_KERNEL = 20480, 3
 _SUMS_BYTES = 41240

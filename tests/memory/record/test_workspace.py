@@ -134,6 +134,26 @@ def test_the_scratch_of_a_long_product_is_near_that_of_the_whole():
     assert result.nbytes + said == pytest.approx(most, rel=0.01)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize(
+    ("shape", "weight", "groups"),
+    [((16, 320, 2, 2), (320, 1, 7, 7), 320), ((16, 64, 8, 8), (256, 64, 1, 1), 1), ((8, 3, 32, 32), (40, 3, 4, 4), 1),
+     ((64, 96, 28, 28), (192, 96, 3, 3), 1)],
+)  # fmt: skip
+def test_convolutions_of_values_that_lie_channels_last_lay_their_weights_out_anew(dtype, shape, weight, groups):
+    """The last is so long that smaller batches are asked about."""
+    values = torch.randn(shape, dtype=dtype).to(memory_format=torch.channels_last)
+    kernel, bias = torch.randn(weight, dtype=dtype), torch.randn(weight[0], dtype=dtype)
+    how = ([1, 1], [weight[-1] // 2] * 2, [1, 1], False, [0, 0], groups)
+    most, result = held(lambda: aten.convolution(values, kernel, bias, *how))
+    said = workspace_bytes("convolution", (values, kernel, bias, *how), result, None)
+    assert result.nbytes + said == pytest.approx(most, rel=0.001)
+    args = (torch.randn_like(result), values, kernel, [weight[0]], *how, [True, True, True])
+    most, results = held(lambda: aten.convolution_backward(*args))
+    said = workspace_bytes("convolution_backward", args, results, None)
+    assert bytes_of(results) + said == pytest.approx(most, rel=0.001)
+
+
 def test_convolutions_of_onednn_in_half_precision_are_noticed():
     for capability, dtype, noticed in (
         (None, torch.bfloat16, torch.ops.mkldnn._is_mkldnn_bf16_supported()),
@@ -285,10 +305,11 @@ def test_least_squares_have_the_shape_of_real_ones():
         assert (made.shape, made.untyped_storage().nbytes()) == (real.shape, real.untyped_storage().nbytes())
 
 
-def test_channels_last_needs_no_copies():
+def test_channels_last_needs_no_copies_of_values():
     with fakes():
-        values = torch.randn(2, 16, 8, 8).to(memory_format=torch.channels_last)
+        values = torch.randn(2, 16, 64, 64).to(memory_format=torch.channels_last)
         weight = torch.randn(16, 16, 3, 3)
         how = ([1, 1], [1, 1], [1, 1], False, [0, 0], 1)
         args = (values, weight, None, *how)
-        assert workspace_bytes("convolution", args, aten.convolution(*args), None) == 0
+        said = workspace_bytes("convolution", args, aten.convolution(*args), None)
+    assert said < min(4 * weight.nbytes, values.nbytes)
