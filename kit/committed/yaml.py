@@ -32,6 +32,7 @@ from kit.train.choices import (
     strategy_entry,
     upload_entries,
 )
+from kit.units import plural
 from kit.yaml_text import COMMITTED
 
 _WORD = re.compile(r"[A-Za-z_/][A-Za-z0-9_./-]*|[0-9]+-[a-z]+")
@@ -108,9 +109,11 @@ def _sections(job: Job) -> dict[str, Any]:
     config = job.config
     micro_batches = config.levers.accumulate_grad_batches
     strategy = strategy_entry(config.hardware, job.accelerator, job.world_size, job.nodes, job.shards_itself)
-    step = f"batches of its own data × {job.world_size} ranks"
+    ranks = plural(job.world_size, "rank")
+    step = f"batches of its own data × {ranks}"
     if job.batch_size is not None:
-        step = f"{job.batch_size} samples × {job.world_size} ranks × {micro_batches} micro-batches = "
+        counted = f"{micro_batches} micro-batch" + "es" * (micro_batches != 1)
+        step = f"{plural(job.batch_size, 'sample')} × {ranks} × {counted} = "
         step += f"{job.global_batch_size} samples in each optimizer step"
     optimization: dict[str, Any] = {} if job.manual else {"accumulate_grad_batches": micro_batches}
     if not job.manual and config.training.gradient_clip_norm is not None:

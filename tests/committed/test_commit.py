@@ -48,7 +48,7 @@ def test_a_file_leaves_nothing_open_and_is_read_back_as_the_config(small):
     assert values["trainer"]["strategy"]["class_path"] == "lightning.pytorch.strategies.DDPStrategy"
     assert (values["trainer"]["devices"], values["trainer"]["num_nodes"]) == (2, 1)
     assert re.search("# 32-true: .*CPU", committed.text)
-    assert "# 2 samples x 2 ranks x 1 micro-batches = 4 samples" in committed.text
+    assert "# 2 samples x 2 ranks x 1 micro-batch = 4 samples" in committed.text
     assert Config.load(committed.file) == small == kit.Committed.open(committed.file).config
     carried = values["trainer"]["callbacks"][-1]["init_args"]
     assert carried["resolved"] == {"chunking.chunk": {"time": 4, "lat": 8, "lon": 8}, "chunking.shard": "none"}
