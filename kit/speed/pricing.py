@@ -142,10 +142,6 @@ class StepTime:
         return self._by(self.step.kind, lambda number: KINDS[number])
 
     @property
-    def by_line(self) -> dict[str, float]:
-        return self._by(self.step.line, lambda number: self.step.names[number] or "(elsewhere)")
-
-    @property
     def by_operator(self) -> dict[str, float]:
         return self._by(self.step.call, lambda number: self.step.calls[number].name)
 

@@ -97,10 +97,6 @@ _KIND_OF: tuple[tuple[Kind, tuple[str, ...]], ...] = (
 )  # fmt: skip
 
 
-_LONG = 8
-"""Letters of a name beyond which whatever follows it is of the same kind."""
-
-
 def _kind(name: str) -> Kind:
     for kind, starts in _KIND_OF:
         for start in starts:
