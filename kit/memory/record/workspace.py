@@ -194,7 +194,7 @@ def _convolution(args: Sequence[Any], out: Tensor) -> int:
     if _needs_no_copy(values, weight, (*args[3], *args[5])):
         return 0
     if _lies_channels_last(values):
-        return _scratch_of_convolution(aten.convolution.default, args)
+        return _scratch_of_convolution(aten.convolution.default, args, 1)
     result, transposed = _blocked(out), bool(args[6])
     if transposed and _LANES > _NARROW and values.element_size() == _FLOAT32:
         return _transposed_convolution(args, out)
@@ -225,7 +225,7 @@ def _convolution_backward(args: Sequence[Any], out: Any) -> int:
     if _needs_no_copy(values, weight, (*args[4], *args[6])):
         return 0
     if _lies_channels_last(values):
-        return _scratch_of_convolution(aten.convolution_backward.default, args)
+        return _scratch_of_convolution(aten.convolution_backward.default, args, 2)
     results = sum(int(tensor.nbytes) for tensor in _tensors(out))
     inner = int(values.nbytes) if args[10][0] else 0
     # One that is one number spread out is written out first.
@@ -258,27 +258,36 @@ def _lies_channels_last(values: Tensor) -> bool:
     return layout is not None and not values.is_contiguous() and values.is_contiguous(memory_format=layout)
 
 
-def _scratch_of_convolution(operator: Any, args: Sequence[Any]) -> int:
-    """What oneDNN holds where values lie channels last, asked of the kernel; `operator` is of aten, with its arguments.
+def _scratch_of_convolution(operator: Any, args: Sequence[Any], batched: int) -> int:
+    """What oneDNN holds where values lie channels last, asked of the kernel.
 
     Values are read as they lie, but weights are laid out anew: one with a group for each channel takes as much for
     every group as 16 by 16 channels do, 16 MB for 320 channels of 7 by 7. Where the whole batch is long, two small ones
-    are asked about: what is held grows evenly with the batch.
+    are asked about: what is held grows evenly with the batch. Samples so large that two would take seconds or hundreds
+    of megabytes are not asked about, and nothing is counted: beside them a weight is small.
+
+    Args:
+        operator: Of aten.
+        args: Its arguments: tensors that have a batch, and the weight.
+        batched: How many have a batch.
     """
-    is_backward = operator is aten.convolution_backward.default
-    with_batch, weight, batch = args[: 1 + is_backward], args[1 + is_backward], int(args[0].shape[0])
+    weight, batch, threads = args[batched], int(args[0].shape[0]), torch.get_num_threads()
     operands = tuple(
         None if one is None else (tuple(map(int, one.shape)), tuple(map(int, one.stride())), one.dtype)
         for one in args[:_OPERANDS]
     )
     options = tuple(tuple(one) if isinstance(one, list | tuple) else one for one in args[_OPERANDS:])
-    threads = torch.get_num_threads()
 
     def ask(samples: int) -> int:
-        return _scratch_of_samples(operator, operands, options, samples, threads)
+        return _scratch_of_samples(operator, operands, options, batched, samples, threads)
 
-    products = max(int(one.numel()) for one in with_batch) * int(math.prod(weight.shape[1:]))
-    most: int = max(2, batch * _MOST_PRODUCTS_OF_MANY // max(1, products))
+    numbers = max(1, *(int(one.numel()) for one in args[:batched])) / max(1, batch)
+    products = numbers * math.prod(weight.shape[1:])
+    most = int(min(_MOST_PRODUCTS_OF_MANY / products, _MOST_NUMBERS / numbers))
+    fewest = min(2, batch)
+    if most < fewest and (fewest * products > _MOST_PRODUCTS or fewest * numbers > _MOST_NUMBERS):
+        return 0
+    most = max(2, most)
     if most >= batch:
         return ask(batch)
     half = most // 2
@@ -287,16 +296,15 @@ def _scratch_of_convolution(operator: Any, args: Sequence[Any]) -> int:
 
 @functools.lru_cache(maxsize=4096)
 def _scratch_of_samples(
-    operator: Any, operands: tuple[Any, ...], options: tuple[Any, ...], samples: int, _threads: int
+    operator: Any, operands: tuple[Any, ...], options: tuple[Any, ...], batched: int, samples: int, _threads: int
 ) -> int:
     """The same for so many samples; 0 where the kernel cannot be asked."""
-    with_batch = 1 + (operator is aten.convolution_backward.default)
     with _disable_current_modes(), _torch_c.DisableTorchFunction():
         made: list[Tensor | None] = []
         for place, one in enumerate(operands):
             if one is not None:
                 shape, stride, dtype = one
-                shape = (samples, *shape[1:]) if place < with_batch else shape
+                shape = (samples, *shape[1:]) if place < batched else shape
                 one = torch.empty_strided(shape, stride, dtype=dtype, device="cpu").zero_()
             made.append(one)
         return _held_beside(lambda: operator(*made, *options), *(one for one in made if one is not None)) or 0
@@ -402,15 +410,16 @@ def _scratch_of_product(dtype: torch.dtype, sizes: tuple[int, ...], turned: tupl
     """What oneDNN packs operands and sums products in, asked of the kernel: it multiplies once and is watched.
 
     How it cuts a product depends on the processor, on each size, and on the number of threads. A long product is asked
-    about with its longest sizes halved: what a thread packs is bounded, and sums of all results, as processors without
-    instructions for bfloat16 keep them, grow with these. Known error: 0.5 MB of a product of more than 2 ** 31 terms.
+    about with its longest sizes halved, as is one of many numbers: what a thread packs is bounded, and sums of all
+    results, as processors without instructions for bfloat16 keep them, grow with these. Known error: 0.5 MB of a
+    product of more than 2 ** 31 terms.
 
     Args:
         sizes: ([batch,] rows, inner, columns) of the product.
         turned: Whether each operand is the transpose of a contiguous one.
     """
     asked = list(sizes)
-    while math.prod(asked) > _MOST_PRODUCTS:
+    while math.prod(asked) > min(_MOST_PRODUCTS, _MOST_NUMBERS * min(asked[-3:])):
         longest = asked.index(max(asked))
         asked[longest] = -(-asked[longest] // 2)
     *batch, rows, inner, columns = asked
@@ -425,7 +434,8 @@ def _scratch_of_product(dtype: torch.dtype, sizes: tuple[int, ...], turned: tupl
 
 
 def _held_beside(operator: Callable[[], Any], *operands: Tensor) -> int | None:
-    """Bytes that an operator holds beside its operands and results; None where a profiler of the user's runs already.
+    """Bytes that an operator holds beside its operands and results; None where a profiler of the user's runs already,
+    and where there is no memory for them.
 
     A run of the same operator in a dry run's process is as in a trial: kernel, threads and allocator are the same.
     """
@@ -454,6 +464,8 @@ def _lies_in_order(operand: Tensor) -> bool:
 
 
 _FEWEST_PRODUCTS, _MOST_PRODUCTS, _MOST_PRODUCTS_OF_MANY = 16**3, 2**31, 2**29
+_MOST_NUMBERS = 2**26
+"""Of one tensor that a kernel is asked about with: a prediction takes little time and memory, whatever it is about."""
 
 
 def _eight_bit_step(args: Sequence[Any], _: Any) -> int:

@@ -6,8 +6,9 @@ import pytest
 import torch
 from emulation_parts import fakes
 
+from kit.memory.record import workspace
 from kit.memory.record.fake_mode import FakeMode
-from kit.memory.record.fakes import fake_values
+from kit.memory.record.fakes import fake_values, is_emulated
 from kit.memory.record.truth import AllocatorTrace
 from kit.memory.record.workspace import Workspaces, unsure_workspace_bytes, workspace_bytes
 
@@ -132,6 +133,23 @@ def test_the_scratch_of_a_long_product_is_near_that_of_the_whole():
     most, result = held(lambda: first @ second)
     said = workspace_bytes("mm", (first, second), result, None)
     assert result.nbytes + said == pytest.approx(most, rel=0.01)
+
+
+def test_what_would_take_gigabytes_is_asked_about_with_less(monkeypatch):
+    asked = []
+    monkeypatch.setattr(workspace, "_held_beside", lambda _, *operands: asked.extend(operands) or 0)
+    with fakes():
+        rows, columns = torch.empty(60_000, 17, dtype=torch.bfloat16), torch.empty(17, 60_000, dtype=torch.bfloat16)
+        workspace_bytes("mm", (rows, columns), torch.empty(60_000, 60_000, dtype=torch.bfloat16), None)
+        volume = torch.empty(2, 16, 256, 256, 256).to(memory_format=torch.channels_last_3d)
+        how = ([1, 1, 1], [1, 1, 1], [1, 1, 1], False, [0, 0, 0], 1)
+        args = (volume, torch.empty(16, 16, 3, 3, 3), None, *how)
+        assert workspace_bytes("convolution", args, volume, None) == 0
+    if not is_emulated(torch.bfloat16):
+        first, second = asked
+        assert len(first) * second.shape[1] <= 1 << 26
+    else:
+        assert not asked
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
