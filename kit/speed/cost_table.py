@@ -69,11 +69,12 @@ class CostTable:
         return replace(self, measured={**self.measured, **more})
 
     def slowed(self, factor: float) -> CostTable:
-        """The same where all takes so many times as long."""
+        """The same where all takes so many times as long, sums over the ranks included."""
         if factor == 1:
             return self
         slower = {name: getattr(self, name) * factor for name in _OF_HOST}
-        return replace(self, measured={call: factor * seconds for call, seconds in self.measured.items()}, **slower)
+        measured = {call: factor * seconds for call, seconds in self.measured.items()}
+        return replace(self, measured=measured, link=self.link and self.link.slowed(factor), **slower)
 
     def cost(self, call: OperatorCall, work: Work) -> Cost:
         """Of one call."""

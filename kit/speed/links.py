@@ -27,7 +27,7 @@ from __future__ import annotations
 import difflib
 import math
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from kit.errors import PlanError
@@ -56,6 +56,12 @@ class Link:
     def reached_bytes_per_second(self, reached: Reached) -> float:
         """What a collective reaches."""
         return self.bytes_per_second * (MEASURED_REACHED if self.measured else STATED_REACHED)[reached]
+
+    def slowed(self, factor: float) -> Link:
+        """The same where all takes so many times as long."""
+        return replace(
+            self, bytes_per_second=self.bytes_per_second / factor, latency_seconds=self.latency_seconds * factor
+        )
 
     def __post_init__(self) -> None:
         if not self.bytes_per_second > 0 or not self.latency_seconds >= 0:

@@ -11,7 +11,7 @@ from kit.memory.replay.cards import CARDS, find_card, target_of
 from kit.memory.replay.replay import PHASES
 from kit.speed.card_costs import CardCosts, card_of
 from kit.speed.cost_table import CostTable
-from kit.speed.links import STATED_REACHED, Link, Traffic, find_link, waited_for
+from kit.speed.links import STATED_REACHED, Link, Traffic, all_reduce_seconds, find_link, waited_for
 from kit.speed.operators import StepOperators
 from kit.speed.pricing import Cost, price
 from kit.speed.work import work_of
@@ -155,6 +155,14 @@ def test_a_call_that_was_measured_takes_what_it_took_and_others_are_scaled():
 def test_a_table_comes_back_from_json():
     table = CostTable("here", {product(64): 1e-3}, 1e-5, 1e-10, 1e-3)
     assert CostTable.of(table.to_json()) == table
+
+
+def test_ranks_that_take_turns_at_the_cores_also_take_turns_at_adding_up_gradients():
+    link = Link(name="measured", bytes_per_second=1e9, latency_seconds=1e-4, measured=True)
+    table = CostTable("here", {product(64): 1e-3}, link=link)
+    alone, slowed = (all_reduce_seconds(1e8, 4, found.link) for found in (table, table.slowed(2.0)))
+    assert slowed == pytest.approx(2 * alone)
+    assert CostTable("here", {}).slowed(2.0).link is None
 
 
 def test_a_checkpointed_call_costs_the_host_by_what_it_repeats():
