@@ -16,7 +16,8 @@ piece is sent when its part of the pass is done, pieces follow each other, and t
 What arrives is written to a device's memory, and what is sent on is read from it: an all-gather writes the whole and
 reads it once, a reduce-scatter reads the rank's own part too. So a hidden exchange is not free.
 
-A link between ranks that are here is measured (`kit.speed.timing_job`), and collectives reach what was measured.
+A link between ranks that are here is measured (`kit.speed.timing_job`), and collectives reach what was measured. So is
+how much later the last of them comes to a collective.
 
 Known error: a link never reaches the rate its maker states; a fraction of it is assumed, with a range. At hundreds of
 ranks NCCL uses trees, whose latency grows with log n: there the ring is pessimistic. Other traffic is not counted.
@@ -51,7 +52,10 @@ class Link:
     latency_seconds: float
     """Of one message."""
     measured: bool = False
-    """Whether both are what collectives reached here, and not what a maker states."""
+    """Whether all is what collectives reached here, and not what a maker states."""
+    lateness: float = 0.0
+    """Root seconds: ranks that all work for t seconds meet `lateness × √t` after they would alone. What holds a rank up
+    (a turn of another at its core, pages, interrupts) adds up at random, so that it grows as the root of their time."""
 
     def reached_bytes_per_second(self, reached: Reached) -> float:
         """What a collective reaches."""
@@ -60,12 +64,13 @@ class Link:
     def slowed(self, factor: float) -> Link:
         """The same where all takes so many times as long."""
         return replace(
-            self, bytes_per_second=self.bytes_per_second / factor, latency_seconds=self.latency_seconds * factor
-        )
+            self, bytes_per_second=self.bytes_per_second / factor, latency_seconds=self.latency_seconds * factor,
+            lateness=self.lateness * math.sqrt(factor),
+        )  # fmt: skip
 
     def __post_init__(self) -> None:
-        if not self.bytes_per_second > 0 or not self.latency_seconds >= 0:
-            raise PlanError(f"{self.name}: a link needs more than 0 bytes/s and no negative latency")
+        if not self.bytes_per_second > 0 or not self.latency_seconds >= 0 or not self.lateness >= 0:
+            raise PlanError(f"{self.name}: a link needs more than 0 bytes/s and no negative latency or lateness")
 
 
 # Makers' data sheets; latencies are the order of magnitude that nccl-tests shows for small messages.

@@ -6,7 +6,7 @@ timed that weigh most, for some seconds. All of that runs in a process of its ow
 
 Ranks that train together slow each other, so for several of them the calls are timed by as many at once (on a CPU by no
 more than it has cores for, and slowed in proportion), in a table of their own. It starts as that of one rank, slowed as
-some heavy calls were, and has what joins the ranks.
+some heavy calls were, and has what joins the ranks. Where there are more ranks than cores, that is measured among all.
 
 What was taken while other programs used the cores is not written, and says so (`busy_cores`). Until something better is
 known it is what this kernel sets beside its trials, which share the cores with the same programs.
@@ -91,7 +91,10 @@ def table_here(
         with contextlib.suppress(HardwareError):  # fewer GPUs are here than are asked about
             found, others = _grown(config, step, together, ranks, seconds, again, found)
             busy = max(busy, others)
-    return MeasuredTable(found.slowed(turns), time.monotonic() - began, busy)
+    if turns > 1:
+        found, others = _joined(config, ranks, found.slowed(turns), again)
+        busy = max(busy, others)
+    return MeasuredTable(found, time.monotonic() - began, busy)
 
 
 def calls_here(config: Config, calls: Sequence[OperatorCall], *, seconds: float, again: bool = False) -> MeasuredTable:
@@ -127,7 +130,7 @@ def table_known(config: Config, ranks: int = 1) -> CostTable | None:
                 path = _path(config, resolve_devices(_of(config, together, ranks), hardware()))
                 known = _busy_tables.get(path) or _read(path)
                 if known is not None and known.host_known:
-                    return known.slowed(turns)
+                    return known if turns == 1 else _joined_before(config, ranks, known.slowed(turns))
     return None
 
 
@@ -166,6 +169,29 @@ def _beside(config: Config, resolved: Resolved, alone: CostTable) -> tuple[CostT
     found, busy = _measured(config, resolved, empty, heavy, _HEAVY_SECONDS, host=False)
     slower = statistics.median([spent / alone.measured[call] for call, spent in found.measured.items()] or [1.0])
     return dataclasses.replace(alone.slowed(max(1.0, slower)), name=found.name, link=found.link), busy
+
+
+def _joined(config: Config, ranks: int, slowed: CostTable, again: bool) -> tuple[CostTable, float]:
+    """The table with what joins more ranks than there are cores, which no fewer of them tell."""
+    config = _of(config, ranks, ranks)
+    taken = take_devices(config)
+    try:
+        path, busy = _path(config, taken.resolved), 0.0
+        known = None if again else _read(path)
+        if known is None:
+            nothing = CostTable(_name(taken.resolved), {}, host_known=False)
+            known, busy = _measured(config, taken.resolved, nothing, (), 0.0, host=False)
+            _keep(path, known, busy)
+    finally:
+        release(taken.claims)
+    return dataclasses.replace(slowed, link=known.link), busy
+
+
+def _joined_before(config: Config, ranks: int, slowed: CostTable) -> CostTable:
+    """The same where that was measured before; else the link is as slow as all the rest."""
+    path = _path(config, resolve_devices(_of(config, ranks, ranks), hardware()))
+    known = _busy_tables.get(path) or _read(path)
+    return dataclasses.replace(slowed, link=known.link) if known else slowed
 
 
 def _of(config: Config, together: int, ranks: int) -> Config:
@@ -218,7 +244,7 @@ def _path(config: Config, resolved: Resolved) -> Path:
     return runs_folder(config.trial.folder) / ".calls" / f"{key}.json"
 
 
-_FORMAT = 1
+_FORMAT = 2
 
 
 def _read(path: Path) -> CostTable | None:

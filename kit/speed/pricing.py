@@ -7,7 +7,8 @@ and the device works it off, so a step takes as long as the slower of them at ev
 
 A CPU has one clock: what the host spends is added. Gradients travel beside the backward pass (`kit.speed.links`). What
 it does not hide is added, and what it hides takes memory and cores from it for as long as those bytes take to be read
-and written. On a CPU it hides nothing, as the cores that compute it also add up gradients. A loader that is slower than
+and written. On a CPU it hides nothing, as the cores that compute it also add up gradients, and Lightning's word to all
+ranks before each micro-batch, whether to go on, counts too. The last rank is waited for. A loader that is slower than
 all this decides instead.
 
 What binds a step is what most of it goes to. On a GPU that counts the host up to the last point at which the device
@@ -19,6 +20,7 @@ Invariant: low_seconds <= seconds <= high_seconds, and `operator_seconds` add up
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Literal, Protocol
@@ -31,6 +33,9 @@ from kit.memory.replay.replay import PHASES
 from kit.speed.links import Link, Reached, Traffic, waited_for
 from kit.speed.operators import StepOperators
 from kit.speed.work import KINDS, Work, work_of
+
+_LATEST = 2.0
+"""Times as late as was measured: what makes ranks late comes and goes."""
 
 CallBound = Literal["compute", "memory bandwidth", "host"]
 Bound = CallBound | Literal["communication", "loader"]
@@ -195,6 +200,10 @@ def price(
         moved = _moved_seconds(costs, traffic.memory_bytes(devices)) if costs.asynchronous else 0.0
         most = rings[2] + moved
         exchange += moved * (1 - exchange / max(rings[0], exchange, 1e-12))
+        late = within.lateness * math.sqrt(done)
+        hops = 0 if costs.asynchronous else step.accumulate * math.ceil(math.log2(devices))
+        told = hops * within.latency_seconds
+        exchange, least, most = exchange + late + told, least + told, most + _LATEST * late + told
     doubts = np.log(np.array([cost.doubt for cost in each]))[step.call]
     whole = float(seconds.sum()) or 1e-12
     alike = float((seconds * doubts).sum() / whole)

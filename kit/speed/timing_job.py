@@ -7,9 +7,13 @@ out page by page. Least squares give seconds for each call, for each byte writte
     step - calls = per_call × calls + per_byte × written bytes + per_batch
 
 Several ranks time the same calls at once, since they share caches, memory and power; rank 0 tells its figures. What
-joins them is timed by sums over all ranks of several sizes, and fitted:
+joins them is timed by sums over all ranks of several sizes, which take turns so that none finds its numbers in a cache,
+and fitted:
 
     all-reduce of S bytes = 2 (n - 1) × latency + 2 (n - 1) / n × S / bytes per second
+
+On a CPU they also work and meet, work and meet: what that takes beyond their own seconds of a core, and beyond the
+latency, is how late the last of them is (`Link.lateness`).
 
 What else runs on the machine makes all this too slow: the job tells how many cores others used meanwhile.
 """
@@ -18,6 +22,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import math
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -33,6 +38,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from kit.json_text import write_json
+from kit.machine.machine import hardware
 from kit.memory.record.dry_run import DryRun, record
 from kit.memory.record.fakes import is_emulated
 from kit.memory.replay.calls import OperatorCall
@@ -51,7 +57,9 @@ _STEPS, _SKIPPED = 14, 4
 _MODULE_SECONDS = 4.0
 _SAMPLES = 4096
 _REPEATED, _CHECKPOINTED_STEPS = (2, 40), 100
-_LINK_BYTES, _LINK_REPEATS = (1 << 12, 1 << 16, 1 << 20, 1 << 22, 25 << 20), 16
+_LINK_BYTES, _LINK_REPEATS = (1 << 12, 1 << 16, 1 << 20, 1 << 22, 25 << 20, 25 << 20), 16
+"""The last two together are more than caches keep."""
+_MEETINGS, _ROUND_SECONDS = 40, 0.03
 _PARTS = ("transfer", "forward", "backward", "optimizer", "other")
 
 
@@ -102,24 +110,51 @@ def _met(context: Context, device: torch.device) -> Iterator[Callable[[float], f
 
 
 def _link(ranks: int, device: torch.device) -> dict[str, float]:
-    """Bytes per second and latency of what joins the ranks, by least squares of the relative error."""
-    sizes, took = [], []
-    for size in _LINK_BYTES:
-        tensor = torch.zeros(size // 4, device=device)
-        each: list[float] = []
-        while len(each) < _LINK_REPEATS:
+    """Bytes per second and latency of what joins the ranks, by least squares of the relative error; and lateness."""
+    tensors = [torch.ones(size // 4, device=device) for size in _LINK_BYTES]
+    took = np.zeros((_LINK_REPEATS, len(tensors)))
+    for row in took:
+        for place, tensor in enumerate(tensors):
             dist.all_reduce(torch.zeros(1, device=device))  # they begin together
             began = time.perf_counter()
             dist.all_reduce(tensor)
             if device.type == "cuda":
                 torch.cuda.synchronize(device)
-            each.append(time.perf_counter() - began)
-        sizes.append(size)
-        took.append(statistics.median(each[1:]))
-    hops, seconds = ranks - 1, np.array(took)
-    table = np.array([[2.0 * hops, 2.0 * hops / ranks * size] for size in sizes])
-    latency, per_byte = _not_negative(table / seconds[:, None], np.ones(len(sizes)))
-    return {"latency_seconds": latency, "bytes_per_second": 1 / per_byte if per_byte else float("1e15")}
+            row[place] = time.perf_counter() - began
+    hops, seconds = ranks - 1, np.median(took[1:], axis=0)
+    table = np.array([[2.0 * hops, 2.0 * hops / ranks * size] for size in _LINK_BYTES])
+    latency, per_byte = _not_negative(table / seconds[:, None], np.ones(len(seconds)))
+    rate = 1 / per_byte if per_byte else 1e15
+    late = _lateness(ranks, 2.0 * hops * latency) if device.type == "cpu" else 0.0
+    return {"latency_seconds": latency, "bytes_per_second": rate, "lateness": late}
+
+
+def _lateness(ranks: int, meeting_seconds: float) -> float:
+    """How much later all ranks are than each alone, for the root of the seconds that they work; on a CPU."""
+    small, large = torch.ones(320, 320), torch.ones(2 << 20)
+
+    def work(times: int) -> None:
+        for _ in range(times):
+            small.mm(small)
+            large.mul_(1.0)
+            large[: 1 << 18] + 1.0  # fresh memory
+
+    work(2)
+    began = time.perf_counter()
+    work(4)
+    once = torch.tensor([(time.perf_counter() - began) / 4])
+    dist.all_reduce(once)  # all of them do as much
+    times = max(1, round(_ROUND_SECONDS * ranks / float(once)))
+    took = np.zeros((_MEETINGS, 2))
+    for row in took:
+        began, busy = time.perf_counter(), time.thread_time()
+        work(times)
+        row[1] = time.thread_time() - busy
+        dist.all_reduce(torch.zeros(1))
+        row[0] = time.perf_counter() - began
+    whole, own = (float(np.median(column)) for column in took[1:].T)
+    alone = own * max(1.0, ranks * torch.get_num_threads() / hardware().cores)
+    return max(0.0, whole - alone - meeting_seconds) / math.sqrt(alone)
 
 
 def _timed(

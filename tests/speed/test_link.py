@@ -77,3 +77,5 @@ def test_an_unknown_link_is_answered_with_the_closest():
         find_link("string")
     with pytest.raises(PlanError, match="more than 0 bytes/s"):
         Link(name="cut", bytes_per_second=0, latency_seconds=0)
+    with pytest.raises(PlanError, match="lateness"):
+        Link(name="early", bytes_per_second=1e9, latency_seconds=0, lateness=-0.1)

@@ -120,6 +120,23 @@ def test_two_ranks_time_calls_beside_each_other_and_what_joins_them(config, monk
     assert predict_speed(two, TinyModule, TinyData, measure_seconds=0.0).step_seconds > 0
 
 
+def test_more_ranks_than_cores_measure_among_all_of_them_what_joins_them(config, monkeypatch):
+    monkeypatch.setattr(measure, "BUSY_CORES", float("inf"))
+    alone, three = (config(ranks=ranks).replace({"hardware.threads_per_rank": hardware().cores}) for ranks in (1, 3))
+    for ranks in (1, 2):
+        one = measure._of(alone, ranks, 3)
+        path = measure._path(one, measure.take_devices(one).resolved)
+        measure._keep(path, CostTable("this CPU", {}, 1e-5, 0.0, 1e-3), 0.0)  # the host's costs take a minute
+    assert measure.table_known(three, 3).link is None
+    found = measure.table_here(three, ranks=3, seconds=0.0).table
+    assert "3 ranks" in found.link.name
+    assert found.link.latency_seconds >= 0
+    assert found.link.lateness >= 0
+    assert measure.table_known(three, 3) == found
+    monkeypatch.setattr(measure, "_measured", functools.partial(pytest.fail, "measured again"))
+    assert measure.table_here(three, ranks=3, seconds=0.0).table == found
+
+
 def test_what_was_measured_beside_other_programs_serves_this_kernel_alone(config):
     path = measure._path(config(), measure.take_devices(config()).resolved)
     table = CostTable("this CPU", {}, 1e-5, 0.0, 1e-3)

@@ -81,6 +81,23 @@ def test_what_the_backward_pass_does_not_hide_is_waited_for():
     assert several.high_seconds - several.seconds > alone.high_seconds - alone.seconds
 
 
+@pytest.mark.parametrize(("devices", "hops", "accumulate"), [(2, 1, 1), (4, 2, 3)])
+def test_ranks_of_a_cpu_wait_for_the_last_of_them_and_are_told_to_go_on(devices, hops, accumulate):
+    def exchange(latency, lateness):
+        link = Link(name="a link", bytes_per_second=1e9, latency_seconds=latency, measured=True, lateness=lateness)
+        costs = Known(dict.fromkeys(CALLS, 3.0), asynchronous=False)
+        made = step(*CALLS, accumulate=accumulate)
+        return price(made, costs, traffic=traffic, devices=devices, within=link)
+
+    traffic = Traffic(parameter_bytes=0, gradient_bytes=0, strategy="ddp")
+    early, late, slow = exchange(0.0, 0.0), exchange(0.0, 0.5), exchange(0.01, 0.0)
+    assert late.exchange_seconds - early.exchange_seconds == pytest.approx(0.5 * 9.0**0.5)
+    assert late.low_seconds == early.low_seconds, "ranks may also be in time"
+    assert late.high_seconds - early.high_seconds > late.seconds - early.seconds
+    ring = 2 * (devices - 1) * 0.01
+    assert slow.exchange_seconds - early.exchange_seconds == pytest.approx(ring + accumulate * hops * 0.01)
+
+
 @pytest.mark.parametrize(
     ("device", "host", "exchange", "bound"),
     [
@@ -158,10 +175,12 @@ def test_a_table_comes_back_from_json():
 
 
 def test_ranks_that_take_turns_at_the_cores_also_take_turns_at_adding_up_gradients():
-    link = Link(name="measured", bytes_per_second=1e9, latency_seconds=1e-4, measured=True)
+    link = Link(name="measured", bytes_per_second=1e9, latency_seconds=1e-4, measured=True, lateness=0.1)
     table = CostTable("here", {product(64): 1e-3}, link=link)
     alone, slowed = (all_reduce_seconds(1e8, 4, found.link) for found in (table, table.slowed(2.0)))
     assert slowed == pytest.approx(2 * alone)
+    late = table.slowed(2.0).link.lateness * 2.0**0.5  # of two seconds, which one has become
+    assert late == pytest.approx(2.0 * link.lateness)
     assert CostTable("here", {}).slowed(2.0).link is None
 
 
