@@ -61,6 +61,10 @@ class Link:
         """What a collective reaches."""
         return self.bytes_per_second * (MEASURED_REACHED if self.measured else STATED_REACHED)[reached]
 
+    def late_seconds(self, work_seconds: float) -> float:
+        """For which ranks that work so long wait for the last of them."""
+        return self.lateness * math.sqrt(work_seconds)
+
     def slowed(self, factor: float) -> Link:
         """The same where all takes so many times as long."""
         return replace(

@@ -35,7 +35,7 @@ from kit.speed.cost_table import CostTable
 from kit.speed.links import Link, Traffic, find_link, link_within
 from kit.speed.measure import table_here, table_known
 from kit.speed.operators import StepOperators, shared_step, step_of, why_not_shared
-from kit.speed.pricing import Bound, Costs, StepTime, price
+from kit.speed.pricing import LATEST, Bound, Costs, StepTime, price
 from kit.tables import html_list, text_table
 from kit.trial.directory import RunPaths
 from kit.trial.payload import batch_rule, warn_of_unused
@@ -256,8 +256,11 @@ def _sources(time: StepTime, costs: Costs, devices: int, within: Link) -> list[s
     )
     found = [f"costs are those of {costs.name}: {shares}"]
     if devices > 1:
+        late = within.late_seconds(time.work_seconds)
+        last = f", {format_seconds(late)} of it for the last of them (the range: none to {LATEST:g} times that)"
         found.append(
             f"{devices} devices wait {format_seconds(time.exchange_seconds)} a step for gradients, by {within.name}"
+            f"{last if late else ''}"
         )
     if (shards := _traffic(time.step).shards(devices)) > 1:
         spent = format_seconds(time.by_phase.get("optimizer", 0.0))

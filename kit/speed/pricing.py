@@ -34,7 +34,7 @@ from kit.speed.links import Link, Reached, Traffic, waited_for
 from kit.speed.operators import StepOperators
 from kit.speed.work import KINDS, Work, work_of
 
-_LATEST = 2.0
+LATEST = 2.0
 """Times as late as was measured: what makes ranks late comes and goes."""
 
 CallBound = Literal["compute", "memory bandwidth", "host"]
@@ -200,10 +200,10 @@ def price(
         moved = _moved_seconds(costs, traffic.memory_bytes(devices)) if costs.asynchronous else 0.0
         most = rings[2] + moved
         exchange += moved * (1 - exchange / max(rings[0], exchange, 1e-12))
-        late = within.lateness * math.sqrt(done)
+        late = within.late_seconds(done)
         hops = 0 if costs.asynchronous else step.accumulate * math.ceil(math.log2(devices))
         told = hops * within.latency_seconds
-        exchange, least, most = exchange + late + told, least + told, most + _LATEST * late + told
+        exchange, least, most = exchange + late + told, least + told, most + LATEST * late + told
     doubts = np.log(np.array([cost.doubt for cost in each]))[step.call]
     whole = float(seconds.sum()) or 1e-12
     alike = float((seconds * doubts).sum() / whole)

@@ -14,6 +14,7 @@ from kit.memory.replay.cards import target_of
 from kit.speed import measure
 from kit.speed.call_timer import time_call
 from kit.speed.cost_table import CostTable
+from kit.speed.links import find_link
 from kit.speed.operators import step_of
 from kit.speed.prediction import predict_speed, speed_beside, speed_of
 from kit.testing import TinyData, TinyModule
@@ -59,6 +60,16 @@ def test_a_trial_of_the_model_corrects_it_and_one_outside_the_range_is_told(memo
     assert again.samples_per_second == pytest.approx(measured)
     assert again.contains(measured)
     assert "corrects" in again.reasons[0]
+
+
+def test_what_is_waited_for_the_last_rank_is_said(memory):
+    def reasons(lateness):
+        link = replace(find_link("loopback"), lateness=lateness)
+        two = speed_of(memory.recording, target_of("A100-40GB"), devices=2, link=link, strategy="ddp")
+        return " ".join(two.reasons)
+
+    assert "for the last of them" in reasons(0.1)
+    assert "for the last of them" not in reasons(0.0)
 
 
 def test_it_is_drawn_by_part_and_by_line(memory):
