@@ -168,10 +168,10 @@ def _dask(settings: Build, slots: Slots, threads: int, memory_bytes: int) -> Ite
         # A task that waits could run on a worker that is not to be used.
         in_flight = used * threads * (2 if used == workers else 1)
         share_thing = stack.enter_context(_sharing(client))
-        yield Scheduler(executor, in_flight, client.dashboard_link or "", share_thing, _Attendance(client).check)
+        yield Scheduler(executor, in_flight, client.dashboard_link or "", share_thing, _WorkerWatch(client).check)
 
 
-class _Attendance:
+class _WorkerWatch:
     """Whether a cluster still has workers; one whose nanny could not start it anew is told by nobody."""
 
     def __init__(self, client: Any) -> None:

@@ -412,7 +412,7 @@ class EventPlan:
         for chunk in self.chunk_order(epoch).tolist():
             end = begin + len(self.parts[chunk])
             parts = [np.arange(0)]
-            likely = self.steps.before + max(0, begin - self.steps.seen) // self.global_batch_size
+            likely = self.steps.before + max(0, begin - self.steps.samples_before) // self.global_batch_size
             for step in range(max(first_step, min(last, likely)), last + 1):
                 run = self.run(step, rank)
                 if run.start >= end:
