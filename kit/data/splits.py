@@ -153,10 +153,8 @@ class Split(Drawable):
         )  # fmt: skip
         return f"{'; '.join(told)}; training ends before, {border}{guard}"
 
-    def __str__(self) -> str:
+    def __repr__(self) -> str:
         return self.sentence
-
-    __repr__ = __str__
 
 
 def widest_of(dataset: Dataset, config: Config) -> ArrayInfo:

@@ -263,8 +263,6 @@ class LargestBatch:
     def __repr__(self) -> str:
         return "\n".join([self._headline, text_table(_COLUMNS, self._rows), *(f"- {item}" for item in self.reasons)])
 
-    __str__ = __repr__
-
     def _repr_html_(self) -> str:
         return html_table(_COLUMNS, self._rows, caption=self._headline) + html_list(self.reasons)
 

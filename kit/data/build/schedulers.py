@@ -307,8 +307,6 @@ class Schedule:
         said = (*(f"warning: {text}" for text in self.warnings), *self.reasons)
         return "\n".join([self._headline, text_table(_COLUMNS, self._rows), *(f"- {text}" for text in said)])
 
-    __str__ = __repr__
-
     def _repr_html_(self) -> str:
         table = html_table(_COLUMNS, self._rows, caption=self._headline)
         return table + html_warnings(self.warnings) + html_list(self.reasons)
