@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 from kit.arguments import takes_config
 from kit.data.open_dataset import open_dataset
-from kit.data.places import MOST_CELLS, Places, cell_starts
+from kit.data.places import MOST_CELLS, Places, cell_starts, generator_of
 from kit.errors import ConfigError, Problem, did_you_mean
 from kit.registry import Drawable
 
@@ -251,7 +251,7 @@ def _regions(config: Config, array: ArrayInfo, wanted: Mapping[str, float], guar
     if sum(kept.values()) >= number:
         message = f"{number} regions cannot be divided among training and what is kept; take smaller ones"
         raise ConfigError([Problem("data.split_region", message)])
-    order = np.random.Generator(np.random.Philox(np.random.SeedSequence([config.data.split_seed]))).permutation(number)
+    order = generator_of(config.data.split_seed).permutation(number)
     flat = np.zeros(number, np.int8)
     flat[order[: kept["test"]]] = PARTS.index("test")
     flat[order[kept["test"] : kept["test"] + kept["validation"]]] = PARTS.index("validation")
