@@ -47,6 +47,14 @@ def load(name: str) -> Any:
     return getattr(importlib.import_module(module), attribute)
 
 
+def display(name: str, result: object) -> None:
+    """Show a result in a notebook by what is registered under a name; as text, where widgets are not installed."""
+    try:
+        load(name)(result)
+    except ImportError:
+        sys.stdout.write(f"{result!r}\n")
+
+
 def load_file(path: str) -> ModuleType:
     """The module of a file of kit's repository that is no part of the package, such as `datasets/topics/topics.py`.
 

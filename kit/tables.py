@@ -153,8 +153,6 @@ class Table:
     def __repr__(self) -> str:
         return "\n".join([self.caption] * bool(self.caption) + [text_table(self._headings(), self._cells())])
 
-    __str__ = __repr__
-
     def _repr_html_(self) -> str:
         table = html_table(self._headings(), self._cells(), caption=self.caption, dense=len(self.columns) > _MANY)
         return f'<div style="overflow-x: auto">{table}</div>'

@@ -542,13 +542,11 @@ class ChunkPlan(Drawable):
             for cost in self.candidates
         ]
 
-    def __str__(self) -> str:
+    def __repr__(self) -> str:
         parts = [self._headline, text_table(*self._table()), _KEY]
         if len(self.readers) > 1:
             parts.append(text_table(_READER_COLUMNS, self._reader_rows()))
         return "\n".join([*parts, *(f"- {reason}" for reason in self.reasons)])
-
-    __repr__ = __str__
 
     def _repr_html_(self) -> str:
         columns, rows, marked = self._table()

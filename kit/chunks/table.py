@@ -81,10 +81,8 @@ class ChunkTable(Drawable):
         """Plain dicts, one a row, as a data frame takes them."""
         return [asdict(row) for row in self.entries]
 
-    def __str__(self) -> str:
+    def __repr__(self) -> str:
         return f"{self._title}\n{text_table(_COLUMNS, *self._cells())}"
-
-    __repr__ = __str__
 
     def _repr_html_(self) -> str:
         columns, (cells, marked) = [name.replace("_", " ") for name in _COLUMNS], self._cells()

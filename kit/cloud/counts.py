@@ -137,10 +137,8 @@ class CloudCounts:
         said += [f"{format_count(count)} met {fault}" for fault, count in sorted(self.faults.items())]
         return ", ".join(said)
 
-    def __str__(self) -> str:
+    def __repr__(self) -> str:
         return f"{text_table(_COLUMNS, self._rows())}\n{self._notes()}"
-
-    __repr__ = __str__
 
     def _repr_html_(self) -> str:
         return html_table(_COLUMNS, self._rows(), caption=self._notes())

@@ -221,10 +221,8 @@ class SimulatedCloud:
 
     # -- how it shows itself
 
-    def __str__(self) -> str:
+    def __repr__(self) -> str:
         return f"{self._headline()}\n{self.counts()}" if self.alive else self._headline()
-
-    __repr__ = __str__
 
     def _repr_html_(self) -> str:
         table = self.counts()._repr_html_() if self.alive else ""

@@ -132,8 +132,6 @@ class Guess:
         table = [text_table(COLUMNS, [self.cells()])] if self.truth is not None else []
         return "\n".join([*table, *(f"- {note}" for note in self.notes)])
 
-    __str__ = __repr__
-
     def _repr_html_(self) -> str:
         table = html_table(COLUMNS, [self.cells()]) if self.truth is not None else ""
         return table + (html_list(self.notes) if self.notes else "")
@@ -271,8 +269,6 @@ class Score(Drawable):
 
     def __repr__(self) -> str:
         return "\n".join([self.headline, *([text_table(COLUMNS, self.rows())] if self.guesses else [])])
-
-    __str__ = __repr__
 
     def _repr_html_(self) -> str:
         if not self.guesses:

@@ -75,7 +75,7 @@ class Steps:
         return sum(segment.steps for segment in self.earlier)
 
     @cached_property
-    def seen(self) -> int:
+    def samples_before(self) -> int:
         """Samples that the segments before took, or dropped where they came to the end of the epoch."""
         seen = 0
         for segment in self.earlier:
@@ -87,12 +87,13 @@ class Steps:
     @cached_property
     def count(self) -> int:
         """Steps of the epoch, those before included."""
-        return self.before + steps_per_epoch(self.samples - self.seen, self.batch_size, self.world_size, self.drop_last)
+        left = self.samples - self.samples_before
+        return self.before + steps_per_epoch(left, self.batch_size, self.world_size, self.drop_last)
 
     @property
     def left_out(self) -> int:
         """Samples that are left, but fewer than the ranks, so that no step can take them."""
-        left = self.samples - self.seen
+        left = self.samples - self.samples_before
         return left if self.earlier and not self.drop_last and left < self.world_size else 0
 
     def positions(self, step: int, rank: int) -> range:
@@ -104,7 +105,7 @@ class Steps:
         if not self.before <= step < self.count or not 0 <= rank < self.world_size:
             raise IndexError(f"step {step} of {self.count}, rank {rank} of {self.world_size}: no such batch")
         whole = self.batch_size * self.world_size
-        first = self.seen + (step - self.before) * whole
+        first = self.samples_before + (step - self.before) * whole
         end = self.samples if step == self.count - 1 and not self.drop_last else first + whole
         return range(*(first + (end - first) * part // self.world_size for part in (rank, rank + 1)))
 

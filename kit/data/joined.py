@@ -206,7 +206,7 @@ def _beside(
             one = found[name] = _match(first, part, name, match[name], unmatched == "leave-out")
             together[name] = max(together[name], one.longest_run)
             if one.known is not None:
-                notes.append(_told(first, part, name, match[name], one))
+                notes.append(_unmatched_note(first, part, name, match[name], one))
                 if unmatched == "refuse":
                     raise _error(
                         f"{notes[-1]}; leave-out leaves out patches that hold one, missing masks it", "unmatched"
@@ -241,7 +241,7 @@ def _match(first: Dataset, part: Dataset, name: str, how: Match, leave_out: bool
     return match_values(mine, theirs, how, leave_out=leave_out)
 
 
-def _told(first: Dataset, part: Dataset, name: str, how: Match, one: Matched) -> str:
+def _unmatched_note(first: Dataset, part: Dataset, name: str, how: Match, one: Matched) -> str:
     """What has no match, the first of it, and the bound."""
     assert one.known is not None
     lost, (numbers, kind) = np.flatnonzero(~one.known), _numbers(part, name)

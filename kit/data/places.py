@@ -318,3 +318,8 @@ def key_of(*words: int) -> int:
     """A 128-bit Philox key; numpy guarantees the words of a SeedSequence."""
     low, high = np.random.SeedSequence(words).generate_state(2, np.uint64)
     return int(low) | int(high) << 64
+
+
+def generator_of(*words: int) -> np.random.Generator:
+    """A generator of its own; equal words give equal draws."""
+    return np.random.Generator(np.random.Philox(np.random.SeedSequence(words)))

@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 from kit.arguments import takes_config
 from kit.data.open_dataset import open_dataset
-from kit.data.places import MOST_CELLS, Places, cell_starts
+from kit.data.places import MOST_CELLS, Places, cell_starts, generator_of
 from kit.errors import ConfigError, Problem, did_you_mean
 from kit.registry import Drawable
 
@@ -77,15 +77,15 @@ class Split(Drawable):
             changes = np.concatenate([borders[1:-1] - side - _half(guard) + 1, borders[1:-1] + _half(guard)])
             starts.append(cell_starts(changes, step, (size - side) // step + 1))
         if prod(len(begins) for begins in starts) > MOST_CELLS:
-            message = f"regions of {self._told(self.sides)} cut the array too finely; take larger ones"
+            message = f"regions of {self._named(self.sides)} cut the array too finely; take larger ones"
             raise ConfigError([Problem("data.split_region", message)])
         firsts = [begins[:-1] * step for begins, step in zip(starts, stride, strict=True)]
         touched = self.holds(part, firsts, [first + side for first, side in zip(firsts, patch, strict=True)])
         if not touched.any():
             guarded = tuple(side + between for side, between in zip(patch, self.guard, strict=True))
             message = (
-                f"no patch fits the part for {_WORDS[part]}: regions are {self._told(self.sides)}, and a patch with "
-                f"its guard is {self._told(guarded)}; take larger regions, a larger part, or less guard"
+                f"no patch fits the part for {_WORDS[part]}: regions are {self._named(self.sides)}, and a patch with "
+                f"its guard is {self._named(guarded)}; take larger regions, a larger part, or less guard"
             )
             raise ConfigError([Problem("data.split_region", message)])
         return Places(tuple(starts), touched.astype(np.float64))
@@ -113,7 +113,7 @@ class Split(Drawable):
             inside = np.moveaxis(others[last + 1] == others[first], 0, axis)
         return inside
 
-    def _told(self, sides: tuple[int, ...]) -> str:
+    def _named(self, sides: tuple[int, ...]) -> str:
         """Sizes that differ from 1, by dimension."""
         return " × ".join(f"{name} {side}" for name, side in zip(self.dims, sides, strict=True) if side > 1) or "1"
 
@@ -129,7 +129,7 @@ class Split(Drawable):
     def sentence(self) -> str:
         """What is kept for what, and what is read for two parts."""
         shares = {part: share for part, share in self.fractions.items() if share}
-        guard = f", {self._told(self.guard)} left out between parts" if any(self.guard) else ""
+        guard = f", {self._named(self.guard)} left out between parts" if any(self.guard) else ""
         if not self.dimension:
             parts = ", ".join(f"{_WORDS[part]} {share:.0%}" for part, share in shares.items())
             cut = all(
@@ -153,10 +153,8 @@ class Split(Drawable):
         )  # fmt: skip
         return f"{'; '.join(told)}; training ends before, {border}{guard}"
 
-    def __str__(self) -> str:
+    def __repr__(self) -> str:
         return self.sentence
-
-    __repr__ = __str__
 
 
 def widest_of(dataset: Dataset, config: Config) -> ArrayInfo:
@@ -253,7 +251,7 @@ def _regions(config: Config, array: ArrayInfo, wanted: Mapping[str, float], guar
     if sum(kept.values()) >= number:
         message = f"{number} regions cannot be divided among training and what is kept; take smaller ones"
         raise ConfigError([Problem("data.split_region", message)])
-    order = np.random.Generator(np.random.Philox(np.random.SeedSequence([config.data.split_seed]))).permutation(number)
+    order = generator_of(config.data.split_seed).permutation(number)
     flat = np.zeros(number, np.int8)
     flat[order[: kept["test"]]] = PARTS.index("test")
     flat[order[kept["test"] : kept["test"] + kept["validation"]]] = PARTS.index("validation")

@@ -107,7 +107,7 @@ class TileStatistics:
         named: Mapping[str, Any] = {name: tuple(head[name]) for name in ("variables", "dims", "shape", "tile")}
         return cls(**named, **arrays, state=head["state"], place=str(path))
 
-    def __str__(self) -> str:
+    def __repr__(self) -> str:
         tiles = format_count(prod(self.valid.shape[1:]))
         sides = " × ".join(f"{name} {side}" for name, side in zip(self.dims, self.tile, strict=True))
         lines = [f"Statistics of {tiles} tiles of {sides}, kept in {self.place}"]
@@ -117,8 +117,6 @@ class TileStatistics:
             mean, deviation = found or (float("nan"), float("nan"))
             lines.append(f"  {name}: {share:.1%} valid, mean {mean:.6g}, standard deviation {deviation:.6g}")
         return "\n".join(lines)
-
-    __repr__ = __str__
 
 
 def tile_sides(array: ArrayInfo, patch: Mapping[str, int]) -> tuple[int, ...]:

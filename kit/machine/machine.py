@@ -250,8 +250,6 @@ class Machine:
         lines += [text_table(_COLUMNS, self._rows, self._marked)] if self.gpus else []
         return "\n".join([*lines, *(f"- {sentence}" for sentence in self._sentences)])
 
-    __str__ = __repr__
-
     def _repr_html_(self) -> str:
         if self.gpus:
             table = html_table(_COLUMNS, self._rows, caption=self._headline, marked=self._marked, mark="auto")

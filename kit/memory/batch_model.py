@@ -101,7 +101,7 @@ class MemoryModel:
         self.query, self.target, self.timeout_seconds = query, target, timeout_seconds
         self._near = near
         self._scalings: dict[str, Scaling] = {}
-        self._anew: dict[str, set[int]] = {}
+        self._asked_sizes: dict[str, set[int]] = {}
         """Batch sizes that two recordings did not foretell, by query."""
         self._scaling(query)
 
@@ -144,7 +144,7 @@ class MemoryModel:
             check_count("batch_size", batch_size, _LARGEST)
         found = self._scaling(query)
         if isinstance(found, str):
-            found = self._bent(query, batch_size)
+            found = self._nonlinear(query, batch_size)
         if isinstance(found, BatchScaling):
             recording = with_query_facts(query, found.at(batch_size))
         elif isinstance(found, Recording):
@@ -207,17 +207,17 @@ class MemoryModel:
             return self._record(query, *_SMALLEST_SIZES)
         return [first, second]
 
-    def _bent(self, query: MemoryQuery, batch_size: int) -> Scaling:
+    def _nonlinear(self, query: MemoryQuery, batch_size: int) -> Scaling:
         """What a query that two recordings do not answer follows, once a second size of it is asked for."""
-        asked = self._anew.setdefault(query.key, set())
+        asked = self._asked_sizes.setdefault(query.key, set())
         if batch_size in asked or len(asked) != 1:
             asked.add(batch_size)
             return self._scalings[query.key]
         asked.add(batch_size)
-        scaling = self._scalings[query.key] = self._bent_scaling(query, 2 * max(asked))
+        scaling = self._scalings[query.key] = self._nonlinear_scaling(query, 2 * max(asked))
         return scaling
 
-    def _bent_scaling(self, query: MemoryQuery, reach: int) -> Scaling:
+    def _nonlinear_scaling(self, query: MemoryQuery, reach: int) -> Scaling:
         """From recordings up to a batch of `reach` or more, where these foretell one between; else why not."""
         first, second = self._neighbours(query)
         if reason := difference(first, second):
@@ -262,8 +262,6 @@ class LargestBatch:
 
     def __repr__(self) -> str:
         return "\n".join([self._headline, text_table(_COLUMNS, self._rows), *(f"- {item}" for item in self.reasons)])
-
-    __str__ = __repr__
 
     def _repr_html_(self) -> str:
         return html_table(_COLUMNS, self._rows, caption=self._headline) + html_list(self.reasons)

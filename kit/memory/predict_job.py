@@ -301,7 +301,7 @@ class RealSteps:
             return dataclasses.replace(dry, facts=dry.facts | facts)
         self.failed = False
         why = f"a dry run stopped with {stopped}, so two steps were {source}"
-        return self._told(dry, found, {"source": source, "why_for_real": why, "late": False})
+        return self._combined(dry, found, {"source": source, "why_for_real": why, "late": False})
 
     def beside(self, dry: Sequence[Recording]) -> list[Recording]:
         """In place of dry runs of which guesses are open: they or the steps run for real, whichever need more.
@@ -331,7 +331,7 @@ class RealSteps:
         for (recording, source), one in zip(real, dry, strict=True):
             own: dict[str, Any] = {"source": source, "why_for_real": why}
             if needed_bytes > dry_bytes:
-                recording = self._told(one, recording, own)
+                recording = self._combined(one, recording, own)
             else:
                 own["source"] = f"no less than {source}"
                 own["conditions"] = recording.facts["conditions"]
@@ -347,7 +347,7 @@ class RealSteps:
         part: Part = cloudpickle.loads(self._payload["module"])
         return part.kind == "instance"
 
-    def _told(self, dry: Recording, found: Recording, own: dict[str, Any]) -> Recording:
+    def _combined(self, dry: Recording, found: Recording, own: dict[str, Any]) -> Recording:
         """What was found, with what it has of its own to tell beside what is known from a dry run."""
         if self._run.device_kind == "cuda":
             own["why_for_real"] += "; attention and recurrent layers hold what they hold on a CPU"

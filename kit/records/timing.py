@@ -149,8 +149,6 @@ class Timing(Drawable):
     def __repr__(self) -> str:
         return f"{self.sentence}.\n{text_table(*self._table)}"
 
-    __str__ = __repr__
-
     def _repr_html_(self) -> str:
         columns, rows = self._table
         return html_table(columns, rows, caption=f"{self.sentence}.", dense=len(columns) > 6)

@@ -428,8 +428,6 @@ class SpeedEstimate(Drawable):
         table = text_table(_COLUMNS, self._rows)
         return "\n".join([self.sentence, table, *(f"- {reason}" for reason in self.reasons)])
 
-    __str__ = __repr__
-
     def _repr_html_(self) -> str:
         shown: str = load("breakdown.SpeedEstimate")(self)
         return shown + html_list(self.reasons)

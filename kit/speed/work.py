@@ -63,7 +63,7 @@ _VIEWS = frozenset((
     "alias", "as_strided", "split", "split_with_sizes", "chunk", "unbind", "detach", "detach_", "empty",
     "empty_like", "new_empty", "empty_strided", "new_empty_strided", "unfold", "diagonal", "reshape", "lift_fresh",
     "squeeze_", "unsqueeze_", "transpose_", "t_", "view_as_real", "view_as_complex", "real", "imag",
-    "_reshape_alias", "resize_", "set_", "lift", "_local_scalar_dense_fake", "swapaxes", "movedim", "numpy_T",
+    "_reshape_alias", "resize_", "set_", "lift", "swapaxes", "movedim", "numpy_T",
     "narrow", "result_type", "_record_function_enter_new", "_record_function_exit", "is_same_size",
 ))  # fmt: skip
 _GATHERS = frozenset(("embedding", "index", "index_select", "gather", "take", "_embedding_bag"))

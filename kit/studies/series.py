@@ -22,7 +22,6 @@ import dataclasses
 import hashlib
 import html
 import json
-import sys
 import threading
 import time
 from collections.abc import Callable, Generator
@@ -37,7 +36,7 @@ from kit.errors import ConfigError, KitError, TrialError, TrialStopped
 from kit.json_text import read_json, write_json
 from kit.memory.query import Payload, make_query, strip_weights
 from kit.memory.replay.cards import THIS_MACHINE
-from kit.registry import load
+from kit.registry import display
 from kit.tables import cell, html_list, html_table, text_table
 from kit.trial.directory import runs_folder
 from kit.trial.payload import Part
@@ -167,11 +166,7 @@ class Series:
         return f"<pre>{html.escape(repr(self))}</pre>"
 
     def _ipython_display_(self) -> None:
-        """Live and with a button where widgets are installed, else the text."""
-        try:
-            load("attempts.display")(self)
-        except ImportError:
-            sys.stdout.write(f"{self!r}\n")
+        display("attempts.display", self)
 
 
 Outcome = Literal["fits", "out of memory", "data ends"]

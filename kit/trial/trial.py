@@ -36,7 +36,7 @@ from kit.errors import ConfigError, HardwareError, KitError, TrialError, TrialSt
 from kit.events import Event, EventReader
 from kit.machine.claims import hand_over, release
 from kit.machine.processes import alive, machine
-from kit.registry import Drawable, load
+from kit.registry import Drawable, display, load
 from kit.trial import client, scratch
 from kit.trial.directory import EVENT_FILES, KILL, STOP, Control, RunPaths, contents_to_run
 from kit.trial.settings_used import settings_used, used_event, with_values
@@ -453,11 +453,7 @@ class Trial(Drawable):
         return f"<pre>{html.escape(repr(self))}</pre>"
 
     def _ipython_display_(self) -> None:
-        """Live where widgets are installed, else the text."""
-        try:
-            load("trial.display")(self)
-        except ImportError:
-            sys.stdout.write(f"{self!r}\n")
+        display("trial.display", self)
 
     def __repr__(self) -> str:
         lines = [f"Trial {self.name}: {self.state}, step {self._steps_done} of {self.config.trial.max_steps}"]

@@ -1,5 +1,7 @@
 """Many cards, strategies and numbers of devices are asked about, and few dry runs made."""
 
+import logging
+
 import pytest
 import torch
 
@@ -102,6 +104,22 @@ def test_a_step_that_asks_how_many_devices_there_are_is_recorded_for_each_and_sa
     assert len(dry_runs) == 2
     assert "asks how many devices" in " ".join(speed.reasons)
     assert any(call.operator.startswith("fsdp::") for call in speed.time.step.calls)
+
+
+class Printing(TinyModule):
+    """Rank 0 alone prints, as the loggers of diffusers have it."""
+
+    def training_step(self, batch, batch_idx):
+        logger = logging.Logger("printing")
+        logger.addFilter(lambda _record: not torch.distributed.is_initialized() or torch.distributed.get_rank() == 0)
+        logger.debug("a step")
+        return super().training_step(batch, batch_idx)
+
+
+def test_a_step_that_asks_only_to_print_costs_no_dry_run_more(dry_runs):
+    speed = predict_speed(settings("32-true", "fsdp", 8), Printing, TinyData, device="A100-40GB")
+    assert len(dry_runs) == 1
+    assert not any("asks how many devices" in reason for reason in speed.reasons)
 
 
 def test_what_memory_recorded_of_a_strategy_serves_its_speed(dry_runs):

@@ -125,6 +125,11 @@ def test_a_call_that_takes_longest_to_be_started_is_bound_by_the_host():
         assert bounds == ["host", "compute", "memory bandwidth"]
 
 
+def test_numbers_that_the_host_reads_keep_no_card_busy():
+    read = OperatorCall("aten::_local_scalar_dense", (TensorSpec((), "float32"),), (), (2.0,))
+    assert CardCosts(find_card("A100-40GB")).cost(read, work_of(read)).seconds == 0
+
+
 def clone(elements):
     spec = TensorSpec((elements,), "float32")
     return OperatorCall("aten::clone", (spec,), (), (spec,))

@@ -311,7 +311,7 @@ def _played(config: Config, dataset: Dataset, world_size: int, batches: int | No
         cache_bytes=loader.cache_bytes // processes,
         memory_bytes=loader.memory_bytes // processes,
         requests_in_flight=max(1, loader.requests_in_flight // processes),
-        entries=None if in_folder or cache is None else _as_it_is(cache),
+        entries=None if in_folder or cache is None else _current_entries(cache),
         shared=cache is not None and bool(cache.folder),
         compression_ratio=config.chunking.compression_ratio or 1.0, **how,
     )  # fmt: skip
@@ -323,7 +323,7 @@ def _in_folders(config: Config) -> bool:
     return all(local_folder(url) is not None for url in (config.data.url, *config.data.more))
 
 
-def _as_it_is(cache: ReadCache) -> Entries:
+def _current_entries(cache: ReadCache) -> Entries:
     """What a trial finds: what is in the folder, or nothing in the memory of its new processes."""
     return cache.open() if cache.folder else MemoryCache(cache.size_bytes, cache.eviction)
 

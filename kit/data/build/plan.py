@@ -139,10 +139,8 @@ class BuildPlan:
                 "too"
             )
 
-    def __str__(self) -> str:
+    def __repr__(self) -> str:
         return "\n".join(["Build plan", *(f"- {sentence}" for sentence in self.reasons)])
-
-    __repr__ = __str__
 
     def _repr_html_(self) -> str:
         return html_list(self.reasons)

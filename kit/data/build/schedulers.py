@@ -168,10 +168,10 @@ def _dask(settings: Build, slots: Slots, threads: int, memory_bytes: int) -> Ite
         # A task that waits could run on a worker that is not to be used.
         in_flight = used * threads * (2 if used == workers else 1)
         share_thing = stack.enter_context(_sharing(client))
-        yield Scheduler(executor, in_flight, client.dashboard_link or "", share_thing, _Attendance(client).check)
+        yield Scheduler(executor, in_flight, client.dashboard_link or "", share_thing, _WorkerWatch(client).check)
 
 
-class _Attendance:
+class _WorkerWatch:
     """Whether a cluster still has workers; one whose nanny could not start it anew is told by nobody."""
 
     def __init__(self, client: Any) -> None:
@@ -306,8 +306,6 @@ class Schedule:
     def __repr__(self) -> str:
         said = (*(f"warning: {text}" for text in self.warnings), *self.reasons)
         return "\n".join([self._headline, text_table(_COLUMNS, self._rows), *(f"- {text}" for text in said)])
-
-    __str__ = __repr__
 
     def _repr_html_(self) -> str:
         table = html_table(_COLUMNS, self._rows, caption=self._headline)

@@ -331,7 +331,7 @@ class ShardGroup:
     tasks: tuple[ShardTask, ...]
 
     @property
-    def box(self) -> ShardTask:
+    def bounding_task(self) -> ShardTask:
         """The box around the shards, as a task to read."""
         parts = zip(*(task.region for task in self.tasks), strict=True)
         box = tuple(slice(min(part.start for part in axis), max(part.stop for part in axis)) for axis in parts)
@@ -390,7 +390,7 @@ class BuildWork:
                 give_memory_back()
 
     def _write(self, group: ShardGroup, store: Store, source: Source) -> list[ObjectRecord]:
-        writer, box = self._arrays[group.array], group.box
+        writer, box = self._arrays[group.array], group.bounding_task
         values = read_block(source, writer, box)
         done: list[ObjectRecord] = []
         saved = time.monotonic()

@@ -149,13 +149,11 @@ class Probe:
             f"in {format_seconds(self.elapsed_seconds)}"
         )
 
-    def __str__(self) -> str:
+    def __repr__(self) -> str:
         rows = self._rows()
         label, value = (max(len(row[place]) for row in rows) for place in (0, 1))
         lines = [f"  {name.ljust(label)}  {shown.rjust(value)}  {how}".rstrip() for name, shown, how in rows]
         return "\n".join([self._headline(), *lines])
-
-    __repr__ = __str__
 
     def _repr_html_(self) -> str:
         return html_table(_COLUMNS, self._rows(), caption=self._headline())

@@ -38,6 +38,7 @@ from kit.config import Config
 from kit.data.epochs import Segment
 from kit.data.patches.loader import EpochLoader, EpochStream, pins, shared
 from kit.data.patches.module import ConfiguredData, loader_settings
+from kit.data.places import generator_of
 from kit.data.rows.page_cache import drop_cached
 from kit.data.rows.rows import Rows, Which, open_rows
 from kit.data.rows.sources import ZarrRows
@@ -155,7 +156,7 @@ class RowOrder:
 @lru_cache(maxsize=2)
 def _block_order(order: RowOrder, epoch: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
     """The row blocks of an epoch in their order, and the first position of each window of them."""
-    blocks = _generator(order.seed, epoch).permutation(-(-order.rows // order.row_block))
+    blocks = generator_of(order.seed, epoch).permutation(-(-order.rows // order.row_block))
     sizes = np.minimum(order.rows - blocks * order.row_block, order.row_block)
     return blocks, (np.cumsum(sizes) - sizes)[:: order.window_blocks]
 
@@ -165,11 +166,7 @@ def _window(order: RowOrder, epoch: int, number: int) -> NDArray[np.int64]:
     """The rows of a window, in their order."""
     blocks = _block_order(order, epoch)[0][number * order.window_blocks :][: order.window_blocks]
     rows = (blocks[:, None] * order.row_block + np.arange(order.row_block)).reshape(-1)
-    return _generator(order.seed, epoch, number + 1).permutation(rows[rows < order.rows])
-
-
-def _generator(*words: int) -> np.random.Generator:
-    return np.random.Generator(np.random.Philox(np.random.SeedSequence(words)))
+    return generator_of(order.seed, epoch, number + 1).permutation(rows[rows < order.rows])
 
 
 class RowLoader(EpochLoader[RowBatch, RowOrder]):

@@ -147,14 +147,12 @@ class Rows:
         """Let go of files and connections; the next `take` opens them again."""
         self.source.close()
 
-    def __str__(self) -> str:
+    def __repr__(self) -> str:
         by = " × ".join(f"{size:,}" for size in self.shape)
         chosen = "" if self.indices is None else f" of {self.source.shape[0]:,} rows"
         given = "" if self.stored_dtype == name_of(self.dtype) else f" given as {name_of(self.dtype)}"
         note = f"; {self.note}" if self.note else ""
         return f"Rows {by}{chosen} {self.stored_dtype}{given}, {format_bytes(self.nbytes)}, {self.place}{note}"
-
-    __repr__ = __str__
 
     def _repr_html_(self) -> str:
         return f"<div>{escape(str(self))}</div>"

@@ -440,8 +440,6 @@ class ArraySize:
     def __repr__(self) -> str:
         return f"{self.headline}\n{text_table(_COLUMNS, self._rows())}"
 
-    __str__ = __repr__
-
     def _repr_html_(self) -> str:
         return html_table(_COLUMNS, self._rows(), caption=escape(self.headline))
 

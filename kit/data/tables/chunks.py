@@ -64,6 +64,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kit.data.epochs import Segment, Steps, segments_after
+from kit.data.places import generator_of
 from kit.data.tables.source import Query, checked, expected_schema, import_extra, plan_partitions, refuse_difference
 from kit.errors import ConfigError, PartitionError, Problem, QueryError
 from kit.machine.processes import give_memory_back
@@ -399,12 +400,12 @@ class EventPlan:
     def chunk_order(self, epoch: int) -> Numbers:
         """The query chunks in the order they are read."""
         count = len(self.entities)
-        return _generator(self.seed, epoch, 0).permutation(count) if self.shuffle else np.arange(count)
+        return generator_of(self.seed, epoch, 0).permutation(count) if self.shuffle else np.arange(count)
 
     def entity_order(self, epoch: int, chunk: int) -> Numbers:
         """The entities of a query chunk, by their number among its values in order, in the order they are served."""
         part = np.arange(self.parts[chunk].start, self.parts[chunk].stop)
-        return _generator(self.seed, epoch, chunk + 1).permutation(part) if self.shuffle else part
+        return generator_of(self.seed, epoch, chunk + 1).permutation(part) if self.shuffle else part
 
     def shares(self, epoch: int, first_step: int, rank: int) -> Iterator[tuple[int, Numbers]]:
         """(query chunk, entities in it) that `rank` is served from `first_step` on; none that it needs nothing of."""
@@ -412,7 +413,7 @@ class EventPlan:
         for chunk in self.chunk_order(epoch).tolist():
             end = begin + len(self.parts[chunk])
             parts = [np.arange(0)]
-            likely = self.steps.before + max(0, begin - self.steps.seen) // self.global_batch_size
+            likely = self.steps.before + max(0, begin - self.steps.samples_before) // self.global_batch_size
             for step in range(max(first_step, min(last, likely)), last + 1):
                 run = self.run(step, rank)
                 if run.start >= end:
@@ -463,10 +464,6 @@ class EventPlan:
             mine = getattr(self, key)
             if other[key] != mine:
                 yield Problem(path, f"was {other[key]} when the state was taken and is {mine}; use {other[key]}")
-
-
-def _generator(*words: int) -> np.random.Generator:
-    return np.random.Generator(np.random.Philox(np.random.SeedSequence(words)))
 
 
 # -- memory

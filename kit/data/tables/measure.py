@@ -199,8 +199,6 @@ class QueryCheck(Drawable):
     def __repr__(self) -> str:
         return "\n".join([text_table(_COLUMNS, self.rows), *(f"- {text}" for text in self.sentences)])
 
-    __str__ = __repr__
-
     def _repr_html_(self) -> str:
         caption = f"{self.name}: memory and time by query chunks"
         return html_table(_COLUMNS, self.rows, caption=caption, dense=True) + html_list(self.sentences)

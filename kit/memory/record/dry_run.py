@@ -213,13 +213,13 @@ _PASSES_ON = re.compile(r"/torch/distributed/|\bos(\.py)?>?$|_collections_abc")
 def _devices_asked_for() -> Iterator[list[str]]:
     """Inside, the lines of users and packages that ask how many devices there are, as far as torch, Lightning or the
     variables of a launcher say it: what they do then may differ on more. Whoever asks torch looks at its process
-    group."""
+    group. A filter or handler of `logging` that asks decides what is printed, and nothing else."""
     asked: list[str] = []
 
     def note(frame: FrameType | None) -> None:
         while frame is not None and _PASSES_ON.search(frame.f_code.co_filename):
             frame = frame.f_back
-        if frame is not None and (line := line_of(frame)):
+        if frame is not None and (line := line_of(frame)) and not _is_logging(frame):
             asked.append(line)
 
     def noting(answer: Callable[..., Any]) -> Callable[..., Any]:
@@ -244,6 +244,12 @@ def _devices_asked_for() -> Iterator[list[str]]:
         undo.enter_context(replaced(LightningModule, "all_gather", noting(LightningModule.all_gather)))
         undo.enter_context(replaced(type(os.environ), "__getitem__", read_variable))
         yield asked
+
+
+def _is_logging(frame: FrameType | None) -> bool:
+    while frame is not None and frame.f_code.co_filename != logging.__file__:
+        frame = frame.f_back
+    return frame is not None
 
 
 def _is_distributed(run: DryRun) -> bool:

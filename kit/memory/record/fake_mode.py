@@ -106,7 +106,7 @@ class ConstantConverter(FakeTensorConverter):
         super().__init__()
         self._attributes: dict[str, Any] = {}
         """Those that all constants have in common."""
-        self._told: dict[StorageWeakRef, tuple[list[Any], int]] = {}
+        self._known_aliases: dict[StorageWeakRef, tuple[list[Any], int]] = {}
         """Constants that share a storage, and of how many of them torch's memos know."""
         self._sparse = WeakIdKeyDictionary()
         """Fake matrices by real ones, which torch would take to have no values."""
@@ -159,8 +159,8 @@ class ConstantConverter(FakeTensorConverter):
         describer: Any = self.meta_converter.describer
         storage = _weak_storage(tensor)
         aliases = self.constant_storage_mapping.get(storage, [])
-        known, count = self._told.get(storage, (aliases, 0))
-        self._told[storage] = aliases, len(aliases)
+        known, count = self._known_aliases.get(storage, (aliases, 0))
+        self._known_aliases[storage] = aliases, len(aliases)
         for alias in aliases[count:] if known is aliases else aliases:
             fake = alias()
             if fake is not None and fake.constant is not None:

@@ -243,16 +243,20 @@ class FakeValues:
             self.notes.setdefault(f"assumed {what} at {place}")
 
     def compiled(self, model: Any = None, **_options: Any) -> Any:
-        """`torch.compile` that leaves the model as it is, and knows while it runs."""
-        self.notes.setdefault(_NOT_COMPILED)
+        """`torch.compile` that leaves the model as it is, and knows while it runs.
+
+        Of a function it is noted when it is called: many packages decorate theirs as they are imported.
+        """
         if model is None:
             return self.compiled
         if isinstance(model, nn.Module):
+            self.notes.setdefault(_NOT_COMPILED)
             self._whole_compiled = True
             return model
 
         @functools.wraps(model)
         def run(*args: Any, **options: Any) -> Any:
+            self.notes.setdefault(_NOT_COMPILED)
             self._in_compiled += 1
             try:
                 return model(*args, **options)

@@ -153,11 +153,9 @@ class MemoryEstimate(Drawable):
             raise PlanError(f"verdict {plain['verdict']!r} is none of {', '.join(get_args(Verdict))}")
         return cls(**plain)
 
-    def __str__(self) -> str:
+    def __repr__(self) -> str:
         lines = [self._headline, text_table(_COLUMNS, self._rows), *(f"- {sentence}" for sentence in self.reasons)]
         return "\n".join(lines)
-
-    __repr__ = __str__
 
     def _repr_html_(self) -> str:
         return html_table(_COLUMNS, self._rows, caption=self._headline) + html_list(self.reasons)

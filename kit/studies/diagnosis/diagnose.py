@@ -26,7 +26,6 @@ from __future__ import annotations
 
 import difflib
 import math
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from html import escape
@@ -35,7 +34,7 @@ from typing import Any, Literal
 
 from kit.errors import ConfigError, KitError, Problem, TrialError
 from kit.records.trace import PHASE_LABELS, PHASES
-from kit.registry import Drawable, load
+from kit.registry import Drawable, display
 from kit.speed.peaks import Peaks, device_peaks
 from kit.studies.diagnosis.evidence import BUSY_FRACTION, Evidence, evidence_of
 from kit.studies.diagnosis.gains import measured_gains
@@ -252,11 +251,7 @@ class Diagnosis(Drawable):
         return f'<details style="{FRAME}">{summary}{rest}{table}</details>'
 
     def _ipython_display_(self) -> None:
-        """With buttons where widgets are installed, else as the notebook shows HTML or text."""
-        try:
-            load("diagnosis.display")(self)
-        except ImportError:
-            sys.stdout.write(f"{self!r}\n")
+        display("diagnosis.display", self)
 
 
 _COLOURS = {

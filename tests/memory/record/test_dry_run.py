@@ -258,6 +258,24 @@ def twice(values):
     return values * 2
 
 
+class Decorated(Perceptron):
+    """A package that compiles a function as it is imported, and calls it or not."""
+
+    def __init__(self, calls):
+        super().__init__()
+        self.calls, self.halved = calls, torch.compile(dynamic=False)(lambda values: values / 2)
+
+    def training_step(self, batch, batch_idx):
+        loss = super().training_step(batch, batch_idx)
+        return self.halved(loss) if self.calls else loss / 2
+
+
+@pytest.mark.parametrize("calls", [True, False])
+def test_a_compiled_function_is_noted_where_it_is_called(calls):
+    notes = predict(lambda: Decorated(calls), lambda: loader(vectors), config()).facts["notes"]
+    assert [note.partition(" ")[0] for note in notes] == ["torch.compile"] * calls
+
+
 class CompiledBefore(Perceptron):
     def __init__(self, way):
         super().__init__()
