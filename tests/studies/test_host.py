@@ -5,6 +5,7 @@ import sys
 import threading
 import time
 import tracemalloc
+from dataclasses import replace
 from multiprocessing import Pipe
 from types import SimpleNamespace
 
@@ -14,6 +15,7 @@ import pytest
 import torch
 from diagnosis_parts import line
 from lightning.pytorch import Callback
+from PIL import Image
 from pipeline_events import steps
 from torch.utils.data import DataLoader, Dataset, Subset, TensorDataset
 from torch.utils.data._utils import worker as torch_worker
@@ -22,6 +24,7 @@ import kit
 from kit.studies.diagnosis import sampler as room
 from kit.studies.diagnosis.evidence import _epoch_starts, _uneven, growth, timed_lines
 from kit.studies.diagnosis.host import arrays_bytes, embeddings, held_bytes, objects_bytes
+from kit.studies.diagnosis.rules import RULES
 from kit.studies.diagnosis.sampler import DiskWatch, Sampler, WatchedLoop, copied_bytes, read_of, shared_bytes
 from kit.testing import TinyModule
 
@@ -326,15 +329,54 @@ def test_the_size_of_a_picture_that_opencv_decodes_is_seen(tmp_path):
     cv2.imwrite(path, np.zeros((900, 1200, 3), np.uint8))
 
     def read(sampler):
+        files = [path]
         while "cv2" not in sampler.reads:
-            image = cv2.imread(path)
+            image = cv2.imread(files[0])
             cv2.GaussianBlur(image, (31, 31), 9)
 
     sampler = Sampler()
     sampler.start()
     read(sampler)
     sampler.stop()
-    assert sampler.reads["cv2"] == {"pixels": 900 * 1200}
+    assert sampler.reads["cv2"] == {"pixels": 900 * 1200, "file": path}
+
+
+class Photographed(Dataset):
+    """Opened here and decoded in a method below."""
+
+    def __init__(self, folder):
+        self.names = [folder / "one.jpg"]
+
+    def __len__(self):
+        return 64
+
+    def __getitem__(self, index):
+        image = np.asarray(self.small(Image.open(self.names[0]))).copy()
+        return torch.from_numpy(image).permute(2, 0, 1) / 255, torch.zeros(1)
+
+    def small(self, image):
+        return image.convert("RGB").resize((16, 16))
+
+
+def test_what_pillow_decodes_is_decoded_again_smaller_and_the_gain_is_of_that(config, tmp_path):
+    Image.effect_noise((1600, 1200), 60).convert("RGB").save(tmp_path / "one.jpg")
+    data = DataLoader(Photographed(tmp_path), batch_size=2)
+
+    class Shown(TinyModule):
+        def training_step(self, batch, batch_idx):
+            x, y = batch
+            return super().training_step((x.flatten(1)[:, :8], y), batch_idx)
+
+    trial = kit.fit(config(max_steps=8, warmup_steps=1), Shown, data).wait()
+    read = trial.event("host_watched")["reads"]["PIL"]
+    assert read == {"pixels": 1600 * 1200, "file": str(tmp_path / "one.jpg")}
+    found = kit.studies.diagnose(trial, peaks=False)
+    timed = found.evidence.decoded["PIL"]
+    assert timed.pixels_kept == pytest.approx(1 / 64)
+    finding = found["images decoded at full size"]
+    rule = next(rule for rule in RULES if rule.name == finding.name)
+    guessed = rule.effect(replace(found.evidence, decoded={}))
+    assert finding.predicted_gain < guessed[0], "noise is mostly Huffman codes, which are read at any size"
 
 
 class Reloaded(pl.LightningDataModule):

@@ -24,7 +24,7 @@ from kit.machine.processes import machine
 from kit.records.row import measured_of
 from kit.records.trace import BESIDE_TRAINING, merged
 from kit.speed.peaks import Peaks
-from kit.studies.diagnosis.unit_costs import LOOP, PAGE, VALUE, unit_costs
+from kit.studies.diagnosis.unit_costs import LOOP, PAGE, VALUE, Decoded, decoded, unit_costs
 from kit.studies.profiling.profile import Profile
 from kit.studies.profiling.trace import TraceInfo
 from kit.studies.series import measured_bytes, samples_per_second
@@ -161,6 +161,8 @@ class Evidence:
     """Gains of short trials with a change, by the rule that asked for them: from and to."""
     unit_costs: Mapping[str, float] = field(default_factory=dict)
     """Seconds of one small act on this machine (`kit.studies.diagnosis.unit_costs`), of those that the trial made."""
+    decoded: Mapping[str, Decoded] = field(default_factory=dict)
+    """What a picture of the trial takes on this machine, whole and reduced, by the package that decodes it."""
     notes: tuple[str, ...] = field(default=())
     """What could not be learned, and why."""
 
@@ -305,7 +307,8 @@ def evidence_of(trial: Trial, peaks: Peaks | None = None, profile: Profile | Non
         cores=hardware().cores if here else None, batches=len(steps),
         samples_per_second=samples_per_second(trial), warnings=tuple(trial.warnings), peaks=peaks, layout=layout,
         hosts=hosts, unit_costs=unit_costs(_acts(hosts, work)) if here else {},
-        uneven=_uneven(steps), epoch_start_fraction=_epoch_starts(steps), growth_bytes=_growth(trial),
+        decoded=_decoded(hosts) if here else {}, uneven=_uneven(steps),
+        epoch_start_fraction=_epoch_starts(steps), growth_bytes=_growth(trial),
         transient_bytes=_transient(trial), notes=tuple(notes), work=work, read_seconds=_read_seconds(steps),
         **_times(steps, _computing(trial)), **_start_up(trial),
         **_reading(trial), **_cpu(trial), **_memory(trial, here), **profiled,
@@ -351,6 +354,18 @@ def _acts(hosts: Mapping[int, Mapping[str, Any]], work: CountedWork | None) -> l
     reads = [one.get("reads", {}) for one in watched]
     packages = {read.get("through", package) for found in reads for package, read in found.items()}
     return [PAGE, *values, *sorted(packages)]
+
+
+def _decoded(hosts: Mapping[int, Mapping[str, Any]]) -> dict[str, Decoded]:
+    """See `Evidence.decoded`."""
+    found = dict[str, Decoded]()
+    for host in hosts.values():
+        reads = [item for one in (host, *host.get("workers", ())) for item in one.get("reads", {}).items()]
+        for package, read in reads:
+            if package not in found and "file" in read and read["pixels"] > host.get("pixels", 0) > 0:
+                timed = decoded(package, read["file"], read["pixels"], host["pixels"])
+                found |= {package: timed} if timed is not None else {}
+    return found
 
 
 def _computing(trial: Trial) -> dict[int, float]:

@@ -15,7 +15,8 @@ from kit.studies.diagnosis.sampler import DECODERS
 from kit.units import format_bytes, format_count, format_seconds
 
 _DECODED_AGAIN = (4.0, 12.0)
-"""How many times as fast a JPEG is decoded at an eighth of its size: Huffman decoding remains."""
+"""How many times as fast a JPEG is decoded at an eighth of its size, where none could be timed: Huffman decoding
+remains."""
 _CHUNKED = {"h5py": "HDF5", "zarr": "Zarr", "npz": "npz"}
 """Packages whose files are decompressed in pieces, and what the files are called."""
 
@@ -114,9 +115,23 @@ def _full_size_sentence(found: Evidence, value: float) -> str:
 
 
 def _full_size_effect(found: Evidence) -> Range | None:
+    """What is left of decoding as it was timed, and of what is done to pictures afterwards by their pixels.
+
+    At least all that was seen shrinks as decoding does; at most, what it takes beyond decoding shrinks with the pixels.
+    """
     read = _one_read(found, *DECODERS)
-    low, high = (1 - 1 / factor for factor in _DECODED_AGAIN)
-    return None if read is None else _gone_from_reading(found, read[2], read[3], low, high)
+    if read is None:
+        return None
+    package, __, share, is_worker = read
+    timed = found.decoded.get(package)
+    if timed is None:
+        low, high = (1 - 1 / factor for factor in _DECODED_AGAIN)
+        return _gone_from_reading(found, share, is_worker, low, high)
+    left = min(1.0, timed.reduced_seconds / timed.whole_seconds)
+    making = found.step_seconds * (max(1, _workers(found)) if is_worker else 1)
+    decoding = min(1.0, timed.whole_seconds * found.batch_samples / (share * making))
+    least = decoding * left + (1 - decoding) * min(left, timed.pixels_kept)
+    return _gone_from_reading(found, share, is_worker, *sorted((1 - left, 1 - least)))
 
 
 # -- disks

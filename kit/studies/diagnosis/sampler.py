@@ -11,7 +11,8 @@ Python 3.11 does not always survive. What an answer costs is timed, and it is as
 A package is one that rules ask for (readers, decoders, loggers) wherever it stands, else what the user's line called:
 by its frame, or, where that is a function in C, by the call in the text of the line. Frames of readers and decoders
 (h5py, Zarr, Pillow) also tell what they read: the chunk, or the size of the picture. The decoders of OpenCV and of
-torchvision have no such frames; there the largest picture among the variables of the user's function tells.
+torchvision have no such frames; there the largest picture among the variables of the user's function tells. Where a
+picture came from a JPEG file, one such file is told too, so that decoding it can be timed.
 
 Loader processes are watched in the same way when they are forked, by a loop put around torch's own; they tell by a page
 of memory that they share with the rank. Spawned ones are left alone: they would have to import kit.
@@ -189,9 +190,9 @@ class Sampler:
 
     def _note_picture(self, package: str, frame: FrameType) -> None:
         seen = max((_picture_pixels(value) for value in frame.f_locals.values()), default=0)
-        if seen:
-            before = self.reads.get(package, {"pixels": 0})["pixels"]
-            self.reads[package] = {"pixels": max(seen, before)}
+        before = self.reads.get(package, {"pixels": 0})
+        if seen > before["pixels"]:
+            self.reads[package] = {"pixels": seen, **_jpeg_of(frame)}
 
 
 @dataclass(slots=True)
@@ -316,12 +317,30 @@ def _picture_pixels(value: Any) -> int:
     return int(sides[0] * sides[1]) if sides[0] >= _LEAST_SIDE else 0
 
 
+_JPEG = (".jpg", ".jpeg")
+
+
+def _jpeg_of(frame: FrameType) -> dict[str, str]:
+    """The JPEG file that a function has at hand, as `file`: by its variables, or the first of a list that `self` holds.
+
+    Only exact types are looked into, so no code of the user's runs.
+    """
+    own = getattr(frame.f_locals.get("self"), "__dict__", {})
+    for value in (*frame.f_locals.values(), *own.values()):
+        one = value[0] if type(value) in (list, tuple) and value else value
+        if isinstance(one, str | Path) and str(one).lower().endswith(_JPEG) and Path(one).is_file():
+            return {"file": str(Path(one).absolute())}
+    return {}
+
+
 def read_of(package: str, frame: FrameType) -> dict[str, Any] | None:
     """What a frame of a reader reads: bytes asked for and bytes of the chunks they lie in, or pixels decoded."""
     seen = frame.f_locals.get("self")
     if package == "PIL":
         size = getattr(seen, "size", None)
-        return {"pixels": int(size[0] * size[1])} if isinstance(size, tuple) and len(size) == 2 else None
+        if not isinstance(size, tuple) or len(size) != 2:
+            return None
+        return {"pixels": int(size[0] * size[1]), **_jpeg_of(frame)}
     if package == "npz":
         name = frame.f_locals.get("key")
         members = getattr(getattr(seen, "zip", None), "NameToInfo", {})

@@ -2,7 +2,8 @@
 
 Short acts are what sampling tells worst: a loop that asks tensors for values holds the interpreter in between, and a
 read out of a small chunk costs its call and not its bytes. So these few are timed, for milliseconds, when a trial of
-this machine is diagnosed. Each is the median of `TURNS`.
+this machine is diagnosed. Each is the median of `TURNS`. A picture that the trial decoded is decoded again, as it was
+and at the size that is advised: how much faster that is depends on the picture and on who decodes it.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable, Collection
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -107,4 +109,67 @@ def _xarray_row() -> float:
             return _seconds(lambda: [array.isel(row=row).values for row in range(8)], 8)
 
 
+@dataclass(frozen=True, slots=True)
+class Decoded:
+    """What a picture takes as it is, and at the least size that still has the pixels that the model gets."""
+
+    whole_seconds: float
+    reduced_seconds: float
+    pixels_kept: float
+    """A fraction: what is done to the picture afterwards has so many."""
+
+
+DECODED_TURNS, DECODED_SECONDS = 5, 0.5
+
+
+@functools.lru_cache(64)
+def decoded(package: str, file: str, pixels: int, wanted_pixels: int) -> Decoded | None:
+    """What decoding a JPEG of `pixels` takes; None where it is gone, another picture, or nobody knows how it is done.
+
+    Both are timed in turn, so that a machine that is faster in one moment than in the next favours neither.
+    """
+    reduction = max(scale for scale in (1, 2, 4, 8) if scale == 1 or pixels >= wanted_pixels * scale**2)
+    spent: dict[int, list[float]] = {1: [], reduction: []}
+    seen = dict.fromkeys(spent, 0)
+    with contextlib.suppress(ImportError, OSError, ValueError, KeyError):
+        decode = _DECODERS[package]()
+        for _ in range(DECODED_TURNS):
+            for scale, times in spent.items():
+                began = time.perf_counter()
+                seen[scale] = decode(file, scale)
+                times.append(time.perf_counter() - began)
+            if sum(map(sum, spent.values())) > DECODED_SECONDS:
+                break
+        if seen[1] == pixels:
+            whole, reduced = (statistics.median(spent[scale]) for scale in (1, reduction))
+            return Decoded(whole, reduced, seen[reduction] / pixels)
+    return None
+
+
+def _pillow() -> Callable[[str, int], int]:
+    from PIL import Image
+
+    def decode(file: str, scale: int) -> int:
+        with Image.open(file) as image:
+            if scale > 1:
+                image.draft("RGB", (image.width // scale, image.height // scale))
+            image.load()
+            return int(image.width * image.height)
+
+    return decode
+
+
+def _opencv() -> Callable[[str, int], int]:
+    import cv2  # type: ignore[import-not-found]
+
+    modes = {scale: getattr(cv2, f"IMREAD_REDUCED_COLOR_{scale}") for scale in (2, 4, 8)}
+
+    def decode(file: str, scale: int) -> int:
+        image = cv2.imread(file, modes.get(scale, cv2.IMREAD_COLOR))
+        return 0 if image is None else int(image.shape[0] * image.shape[1])
+
+    return decode
+
+
+_DECODERS = {"PIL": _pillow, "cv2": _opencv}
 _ACTS = {VALUE: _value, LOOP: _loop, PAGE: _page, "h5py": _hdf5_row, "zarr": _zarr_row, "xarray": _xarray_row}
