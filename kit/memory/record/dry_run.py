@@ -20,7 +20,9 @@ changed them. What the step itself needs, such as `training_step`, may not fail 
 
 The user's loaders are read outside the recording and are as they were afterwards. On the CPU the loader's own batch is
 what the step reads. On a GPU the batch on the host does not count, pinned or not; its copy on the device does, from the
-transfer on, whoever asks for it: Lightning, a batch class or the module itself (`FakeBatches`).
+transfer on, whoever asks for it: Lightning, a batch class or the module itself (`FakeBatches`). What the step moves to
+the host, by `cpu()` or a name in the line itself, leaves the device, with what is computed from it there; where to a
+variable moves it is not known, and it stays.
 
 With `DryRun.for_real` all of that happens with real tensors on the CPU, and nothing is assumed of values: for a step
 that fake tensors cannot follow, with a small batch. A GPU's autocast lists and dropout are played then, its attention
@@ -59,6 +61,7 @@ from lightning.pytorch.trainer import call
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
+from torch.autograd.graph import save_on_cpu
 from torch.distributed import distributed_c10d
 from torch.nn.parameter import is_lazy
 from torch.utils._pytree import tree_leaves
@@ -652,9 +655,13 @@ class FakeBatches:
         self.notes = [note for batches in self._looked for note in batches.notes]
         strategy = self.trainer.strategy
         if self.on_gpu:
-            self.answers.arrive = self._arrive
+            self.answers.arrive, self.answers.leave = self.recorder.arrive, self.recorder.leave
         with contextlib.ExitStack() as undo:
             enter = undo.enter_context
+            if self.on_gpu:
+                # To pinned memory it writes tensors made on the host, which nothing shows to be there.
+                make = save_on_cpu.__init__
+                enter(overridden(save_on_cpu, "__init__", lambda saving, *_, **__: make(saving)))
             enter(overridden(strategy, "batch_to_device", partial(self._to_device, strategy.batch_to_device)))
             source = trained if module is None else module  # as Lightning has it
             if self.trainer.limit_val_batches and is_overridden("val_dataloader", source):
@@ -744,15 +751,6 @@ class FakeBatches:
             if isinstance(tensor, Tensor) and self.recorder.knows(tensor):
                 self.recorder.note(tensor, "inputs")
         return batch
-
-    def _arrive(self, tensor: Tensor) -> Tensor:
-        """A tensor moved to the GPU: a copy there of what is on the host, itself when it is there."""
-        if self.recorder.knows(tensor):
-            return tensor
-        with self.recorder.labelled("inputs"):
-            copy = tensor.clone()
-        copy.constant = getattr(tensor, "constant", None)  # type: ignore[attr-defined]
-        return copy
 
 
 class Hooks:

@@ -40,6 +40,7 @@ import itertools
 import linecache
 import math
 import os
+import re
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -104,6 +105,8 @@ class FakeValues:
         self.otherwise = otherwise
         self.arrive: Callable[[Tensor], Tensor] = _unchanged
         """What becomes of a tensor that is moved to the device."""
+        self.leave: Callable[[Tensor], Tensor] = _unchanged
+        """What becomes of a tensor that is moved to the host."""
         self.waits: dict[str, None] = {}
         """Conditions that were asked for until the answer turned: how often they are is not known."""
         self.progress: Callable[[], tuple[int, int]] = lambda: (0, 0)
@@ -219,7 +222,8 @@ class FakeValues:
         named = [value for value in (*args, options.get("device")) if _is_device(value)]
         if not named:
             return Tensor.to(tensor, *args, **options)
-        arrived = self.arrive(tensor)
+        # Of a variable it is not known what it would be with the card; most often, it is the card.
+        arrived = self.leave(tensor) if _says_cpu(sys._getframe(2)) else self.arrive(tensor)
         if len(args) == 1 and not options and isinstance(arrived, FakeTensor) and arrived.fake_device == _HOST:
             return arrived  # it has come; Lightning asks for each parameter several times
         args = tuple(_HOST if _is_device(value) else value for value in args)
@@ -459,8 +463,12 @@ def _copied(tensor: FakeTensor, memo: dict[int, Any]) -> Tensor:
     return copy
 
 
-def _applying(apply: Callable[..., nn.Module]) -> Callable[..., nn.Module]:
+def _applying(apply: Callable[..., nn.Module], answers: FakeValues) -> Callable[..., nn.Module]:
     """`nn.Module._apply` for fake parameters, which torch would refuse to swap: conversions stay, moves do nothing."""
+
+    def apply_in_place(module: nn.Module, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
+        with replaced(answers, "leave", _unchanged):
+            return apply_to_fakes(module, fn, recurse)
 
     def apply_to_fakes(module: nn.Module, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
         own = [parameter for parameter in module._parameters.values() if parameter is not None]
@@ -475,7 +483,15 @@ def _applying(apply: Callable[..., nn.Module]) -> Callable[..., nn.Module]:
             module._buffers[name] = None if buffer is None else fn(buffer)
         return module
 
-    return apply_to_fakes
+    return apply_in_place
+
+
+_SAYS_CPU = re.compile(r"""\.to\(\s*(device\s*=\s*)?(torch\.device\()?["']cpu["']""")
+
+
+def _says_cpu(frame: FrameType) -> bool:
+    """Whether the line that runs moves something to the CPU by that name."""
+    return _SAYS_CPU.search(linecache.getline(frame.f_code.co_filename, frame.f_lineno)) is not None
 
 
 def _converted(parameter: nn.Parameter, fn: Callable[[Tensor], Tensor]) -> nn.Parameter:
@@ -545,12 +561,13 @@ def fake_values(otherwise: str = "") -> Iterator[FakeValues]:
         undo.enter_context(replaced(converter, name, _invalidating(converter.invalidate_constant_aliases)))
         undo.enter_context(replaced(FakeTensorMode, "create_symbolic_nested_int", _ragged))
         undo.enter_context(answers.compiling_left_out())
-        undo.enter_context(overridden(nn.Module, "_apply", _applying(nn.Module._apply)))
+        undo.enter_context(overridden(nn.Module, "_apply", _applying(nn.Module._apply, answers)))
         for name, method in (
             ("__deepcopy__", _copied),
             ("numpy", lambda tensor, *_, **__: answers.array(tensor)),
             ("to", lambda tensor, *args, **options: answers.moved(tensor, *args, **options)),
             ("cuda", lambda tensor, *_, **__: answers.arrive(tensor)),
+            ("cpu", lambda tensor, *_, **__: answers.leave(tensor)),
             ("__format__", _printed),
             ("tolist", _listed),
             ("data", property(_DATA.__get__, _set_data)),

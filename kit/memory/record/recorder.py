@@ -34,6 +34,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, UntypedStorage, nn
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.autograd import Function
 from torch.nn.parameter import is_lazy
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils._python_dispatch import (
@@ -54,8 +55,8 @@ Workspace = Callable[[str, tuple[Any, ...], Any], int]
 Observer = Callable[[tuple[Any, ...], Any], None]
 """(arguments, result) of one operator, after it ran."""
 
-_ELSEWHERE = -1
-"""In place of a block: a storage that is not on the device."""
+_ELSEWHERE, _ON_HOST = -1, -2
+"""In place of a block: a storage that is not on the device, and one of those that the step itself moved to the host."""
 _LOW_PRECISION = (torch.bfloat16, torch.float16)
 _DEVICE_OF = torch.ops.prim.device.default
 _WAIT = torch.ops._c10d_functional.wait_tensor.default
@@ -108,6 +109,22 @@ def tensors_in(value: Any) -> Iterator[Tensor]:
             yield from tensors_in(item)
 
 
+class _ToHost(Function):
+    """A copy of a tensor that leaves the device, whose gradient comes back to it."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, recorder: BlockRecorder) -> Tensor:
+        ctx.recorder = recorder
+        with recorder.paused():
+            copy = tensor.clone()
+        recorder._watch(copy.untyped_storage(), _ON_HOST)
+        return copy
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        return ctx.recorder.arrive(gradients[0]), None
+
+
 class _StorageRef(weakref.ref[UntypedStorage]):
     """A storage that is alive; `block` is the block it holds now, which a resize exchanges."""
 
@@ -156,6 +173,7 @@ class BlockRecorder(TorchDispatchMode):
         self._alive: dict[int, _StorageRef] = {}
         self._label = UNNAMED
         self._paused = self._depth = self._backwards = 0
+        self._has_left = False
         self._resumed_phase: int | None = None
         self._recomputed, self._lacking = 0, -1  # checkpointed calls that ran again, and for which node the last did
         self._fake: Any = None
@@ -212,6 +230,34 @@ class BlockRecorder(TorchDispatchMode):
             if storage._cdata not in self._alive:
                 self._watch(storage, _ELSEWHERE)
 
+    def leave(self, tensor: Tensor) -> Tensor:
+        """A copy of `tensor` on the host, where what is computed from such copies alone stays; its gradient comes
+        back. Before the first batch all is on the host, and goes to the device then."""
+        if not self._ledger.begun or not self.knows(tensor):
+            return tensor
+        self._has_left = True
+        copy: Tensor = _ToHost.apply(tensor, self)  # type: ignore[no-untyped-call]
+        return copy
+
+    def arrive(self, tensor: Tensor) -> Tensor:
+        """A copy on the device of what is on the host; `tensor` itself when it is on the device."""
+        if self.knows(tensor):
+            return tensor
+        label = contextlib.nullcontext() if self.has_left(tensor) else self.labelled("inputs")
+        before, self._has_left = self._has_left, False
+        try:
+            with label:
+                copy = tensor.clone()
+        finally:
+            self._has_left = before
+        copy.constant = getattr(tensor, "constant", None)  # type: ignore[attr-defined]
+        return copy
+
+    def has_left(self, tensor: Tensor) -> bool:
+        """Was `tensor` moved to the host, or computed there?"""
+        ref = self._alive.get(tensor.untyped_storage()._cdata)
+        return ref.block == _ON_HOST if ref is not None else type(tensor) is Tensor  # a real one: from numpy
+
     def knows(self, tensor: Tensor) -> bool:
         """Is `tensor` on the device, in a block of this recording?"""
         return all(block is not None for block in map(self._block_of, plain_tensors(tensor)))
@@ -219,7 +265,7 @@ class BlockRecorder(TorchDispatchMode):
     def _block_of(self, tensor: Tensor) -> int | None:
         """The block that holds a plain tensor; None for one that is not on the device."""
         ref = self._alive.get(tensor.untyped_storage()._cdata)
-        return None if ref is None or ref.block == _ELSEWHERE else ref.block
+        return None if ref is None or ref.block < 0 else ref.block
 
     def track(self, module: nn.Module) -> None:
         """Note the parameters and buffers of `module`, and name its parts in what is recorded from here on."""
@@ -242,12 +288,12 @@ class BlockRecorder(TorchDispatchMode):
     @property
     def held_bytes(self) -> int:
         """What is on the device now."""
-        return sum(self._ledger.bytes[ref.block] for ref in self._alive.values() if ref.block != _ELSEWHERE)
+        return sum(self._ledger.bytes[ref.block] for ref in self._alive.values() if ref.block >= 0)
 
     def begin_batch(self, phase: str = "forward") -> None:
         """A micro-batch begins, or a batch of one of EVALUATIONS; the first ends set-up, and what is alive is kept."""
         if not self._ledger.begun:
-            refs = sorted((ref for ref in self._alive.values() if ref.block != _ELSEWHERE), key=lambda ref: ref.block)
+            refs = sorted((ref for ref in self._alive.values() if ref.block >= 0), key=lambda ref: ref.block)
             self._ledger.end_setup([ref.block for ref in refs])
             for block, ref in enumerate(refs):
                 ref.block = block
@@ -396,6 +442,10 @@ class BlockRecorder(TorchDispatchMode):
         answer = self._fake.answered if type(self._fake) is FakeMode and self._ledger.begun else None
         if operator.label == OF_NODES and self._backwards:
             answer = None
+        if self._has_left and self._stays_on_host(args, kwargs, out):
+            if operator.observer is not None:
+                operator.observer(args, out)
+            return
         known = self._known.get(answer) if answer is not None else None
         if known is not None:
             call, size = known
@@ -419,6 +469,17 @@ class BlockRecorder(TorchDispatchMode):
             self._ledger.end(self._ledger.begin(size, CATEGORY["workspace"], operator.name))
         if operator.observer is not None:
             operator.observer(args, out)
+
+    def _stays_on_host(self, args: tuple[Any, ...], kwargs: Any, out: Any) -> bool:
+        """Whether all operands have left the device; then so have the results."""
+        operands = [*tensors_in(args), *tensors_in(kwargs or {})]
+        if not operands or not all(type(one) in (FakeTensor, Tensor) and self.has_left(one) for one in operands):
+            return False
+        for tensor in tensors_in(out):
+            storage = tensor.untyped_storage()
+            if storage._cdata not in self._alive:
+                self._watch(storage, _ON_HOST)
+        return True
 
     def _ran(self, name: int, call: int) -> None:
         self._ledger.ran(name, self.modules.current(self._backwards), call)
@@ -457,7 +518,7 @@ class BlockRecorder(TorchDispatchMode):
             device = tensor.fake_device if type(tensor) is FakeTensor else tensor.device
             on_device = device.type != "meta" and not tensor._is_zerotensor()  # zeros of derivatives have no memory
             self._watch(storage, self._ledger.begin(storage.nbytes(), category, operator) if on_device else _ELSEWHERE)
-        elif ref.block != _ELSEWHERE and self._ledger.bytes[ref.block] != storage.nbytes():
+        elif ref.block >= 0 and self._ledger.bytes[ref.block] != storage.nbytes():
             self._resized(ref, storage.nbytes())
 
     # -- blocks
@@ -467,7 +528,7 @@ class BlockRecorder(TorchDispatchMode):
         ref = self._alive.get(storage._cdata)
         if ref is None:
             ref = self._watch(storage, self._ledger.begin(storage.nbytes(), category, operator))
-        elif ref.block == _ELSEWHERE:
+        elif ref.block < 0:
             ref.block = self._ledger.begin(storage.nbytes(), category, operator)
         self._ledger.category[ref.block] = category
         if module is not None:
@@ -483,7 +544,7 @@ class BlockRecorder(TorchDispatchMode):
         assert isinstance(ref, _StorageRef)
         if self._alive.get(ref.key) is ref:
             del self._alive[ref.key]
-        if ref.block != _ELSEWHERE:
+        if ref.block >= 0:
             self._ledger.end(ref.block)
 
     def _resized(self, ref: _StorageRef, size: int) -> None:
@@ -495,13 +556,13 @@ class BlockRecorder(TorchDispatchMode):
 
     def storage_resized(self, storage: UntypedStorage) -> None:
         ref = self._alive.get(storage._cdata)
-        if ref is not None and ref.block != _ELSEWHERE and not self._paused:
+        if ref is not None and ref.block >= 0 and not self._paused:
             size = storage.nbytes()
             if size != self._ledger.bytes[ref.block]:
                 self._resized(ref, size)
 
     def _unnamed(self) -> list[int]:
-        blocks = [ref.block for ref in self._alive.values() if ref.block != _ELSEWHERE]
+        blocks = [ref.block for ref in self._alive.values() if ref.block >= 0]
         return [block for block in blocks if self._ledger.category[block] == UNNAMED]
 
     # -- the result

@@ -122,15 +122,17 @@ def _products_of_three(args: Sequence[Any], _: Any) -> int:
     """What `bilinear` computes of one row after another of the axis that it goes along: the product of two, and that
     with the third, summed over some axes. (`native/Linear.cpp`.)"""
     expanded, summed, along = args[3:6], args[6], args[7] if len(args) > 7 else 1
-    shapes = []
-    for operand, axes in zip(args[:3], expanded, strict=True):
-        sizes = iter(operand.shape)
-        shape = [1 if axis in axes else next(sizes) for axis in range(operand.dim() + len(axes))]
-        shapes.append([1 if axis == along else size for axis, size in enumerate(shape)])
-    first, second, third = shapes
+    first, second, third = ([*shape[:along], 1, *shape[along + 1 :]] for shape in spread_shapes(args))
     pair = [1 if axis in summed and axis in expanded[2] else max(sizes) for axis, sizes in _axes(first, second)]
     whole = [1 if axis in summed and axis not in expanded[2] else max(sizes) for axis, sizes in _axes(pair, third)]
     return int((math.prod(pair) + math.prod(whole)) * args[0].element_size())
+
+
+def spread_shapes(args: Sequence[Any]) -> Iterator[list[int]]:
+    """The shapes of the operands of `_trilinear` with the axes along which each is spread, of size 1."""
+    for operand, axes in zip(args[:3], args[3:6], strict=True):
+        sizes = iter(operand.shape)
+        yield [1 if axis in axes else next(sizes) for axis in range(operand.dim() + len(axes))]
 
 
 def _axes(first: Sequence[int], second: Sequence[int]) -> Iterator[tuple[int, tuple[int, int]]]:

@@ -6,9 +6,9 @@ between nothing and one more layout of a convolution's operands. It is no part o
 finds no room, torch takes another algorithm. What cuBLAS keeps for good depends on the card, so the estimate adds it
 (`kit.memory.replay.replay`).
 
-Known error: CPU convolutions within a tenth of their operands (the rules are for plain layouts; padding of channels to
-the width of the vector unit is left out), but to the byte in half precision where the processor has none, volumes of
-one position apart; products in half precision as `_scratch_of_product` says; everything else as its source says.
+Known error: CPU convolutions as `_scratch_of_convolution` says, and to the byte in half precision where the processor
+has none, volumes of one position apart; products in half precision as `_scratch_of_product` says; everything else as
+its source says.
 
 `eight_bit_on_fakes`: 8-bit optimizers (bitsandbytes, and torchao's states for shards) look their quantization maps up
 in tables of 256 numbers, sorted in Python while the first step makes its state. Sorting needs numbers, which a fake
@@ -34,7 +34,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from kit.confinement.stand_ins import replaced
 from kit.memory.record.fakes import ONEDNN_HALF, backward_scratch_bytes, forward_scratch_bytes, is_emulated
 from kit.memory.record.sparse import GROWS_ON_A_GPU, is_sparse, sparse_bytes
-from kit.memory.record.temporaries import ON_EVERY_DEVICE, ON_THE_CPU, PUTS, Rule, is_spread_out, places_bytes
+from kit.memory.record.temporaries import ON_EVERY_DEVICE, ON_THE_CPU, PUTS, Rule, places_bytes, spread_shapes
 from kit.memory.record.truth import AllocatorTrace
 from kit.train.optimizers import is_installed, make_tables, quiet_import
 
@@ -187,70 +187,35 @@ _CUDA: dict[str, Rule] = {
 
 
 def _convolution(args: Sequence[Any], out: Tensor) -> int:
-    """Copies of input and weight while the result is made in a layout of its own, then that result beside its copy."""
-    values, weight = args[0], args[1]
-    if is_emulated(values.dtype) or _is_small(values, weight, args[8]):
+    """A copy of the input in a layout of its own while the result is made in one, then that result and the one that is
+    handed back; a transposed one makes it twice."""
+    if is_emulated(args[0].dtype):
         return _unrolled_convolution(args, out)
-    if _needs_no_copy(values, weight, (*args[3], *args[5])):
-        return 0
-    if _lies_channels_last(values):
-        return _scratch_of_convolution(aten.convolution.default, args, 1)
-    result, transposed = _blocked(out), bool(args[6])
-    if transposed and _LANES > _NARROW and values.element_size() == _FLOAT32:
-        return _transposed_convolution(args, out)
-    is_copied = transposed or _is_pointwise(values, weight)
-    copies = (_blocked(values) if is_copied else _copied(values)) + _blocked(weight, 2) + _sums(values, weight, out)
-    return max(copies + result - int(out.nbytes), (2 if transposed else 1) * result)
-
-
-def _transposed_convolution(args: Sequence[Any], out: Tensor) -> int:
-    """With AVX-512 in float32: where there is a bias, sums beside the result. Of strides the result has its channels
-    last, unrounded, and is turned around; what one sample needs beside is known as measured."""
-    values, weight, result = args[0], args[1], int(out.nbytes)
-    weights, biased = _blocked(weight, 2), args[2] is not None
-    if max(args[3]) == 1:
-        rounded = _blocked(out)
-        return int(max((1 + biased) * rounded + _blocked(values) + weights - result, rounded))
-    overlaps = biased and max(weight.shape[2:]) > min(args[3])
-    sums = 2 * int(values.nbytes) // values.shape[0] + _SUMS_BYTES + (result if overlaps else 0)
-    return int(max(sums + int(values.nbytes) + weights, (2 if out.shape[1] > 1 else 1) * result))
+    result, weight_bytes = _blocked(out), int(args[1].nbytes)
+    first = _copied(args[0]) + weight_bytes + result - int(out.nbytes)
+    least_bytes, each_a_sum = max(first, (2 if args[6] else 1) * result), args[0] if args[6] else out
+    return _scratch_of_convolution(aten.convolution.default, args, 1, each_a_sum, least_bytes)
 
 
 def _convolution_backward(args: Sequence[Any], out: Any) -> int:
-    """First the gradient of the input, from copies of the output's gradient and the weight; then that of the weight,
-    from copies of the output's gradient and the input, with sums in float32 if these are in half precision."""
-    gradient, values, weight = args[0], args[1], args[2]
-    if is_emulated(values.dtype) or _is_small(values, weight, args[9]):
+    """First the gradient of the input, from a copy of the output's gradient; then that of the weight, from copies of
+    the output's gradient and the input, or of one of them where each channel has a group and a large kernel. Of half
+    precision it is summed in float32, from a sample of each turned around for every thread; of a result of one position
+    it is made twice."""
+    gradient, values, weight, groups = args[0], args[1], args[2], args[9]
+    if is_emulated(values.dtype):
         return _unrolled_convolution_backward(args, out)
-    if _needs_no_copy(values, weight, (*args[4], *args[6])):
-        return 0
-    if _lies_channels_last(values):
-        return _scratch_of_convolution(aten.convolution_backward.default, args, 2)
     results = sum(int(tensor.nbytes) for tensor in _tensors(out))
-    inner = int(values.nbytes) if args[10][0] else 0
-    # One that is one number spread out is written out first.
-    spread = int(gradient.numel() * gradient.element_size()) if is_spread_out(gradient) else 0
-    # The gradient of one is the result of the other: what a transposed one reads forward, it writes backward.
-    read, written = (gradient, values) if args[7] else (values, gradient)
-    first = (_copied(gradient) if args[7] else _blocked(gradient)) + _blocked(weight, 2) + _blocked(values)
-    first += _sums(values, weight, values)
-    first = first if inner else 0
-    lanes = _LANES if not args[7] and _is_pointwise(values, weight) else _lanes_of_weights(read)
-    weights = _blocked(weight, 2, lanes)
-    second = inner + (_blocked(read, 1, lanes) if lanes else 0) + _blocked(written, 1, lanes) + weights
-    if weight.element_size() < _FLOAT32:
-        # The weight's gradient in float32, and one sample of each operand turned around for every thread.
-        turned = math.prod(weight.shape[2:]) > 1 and weight.shape[1] > 1
-        sample = (gradient.nbytes + values.nbytes) // max(1, values.shape[0]) if turned else 0
-        second += int(_FLOAT32 * weight.numel() + sample * torch.get_num_threads())
-    return spread + max(first - results, second - results, weights)
-
-
-def _needs_no_copy(values: Tensor, weight: Tensor, steps: Sequence[int]) -> bool:
-    """Products of one position in float32 of few samples on one thread (`use_mkldnn` in `native/Convolution.cpp`);
-    `steps` are strides and dilations."""
-    pointwise = math.prod(weight.shape[2:]) == 1 and weight.element_size() >= _FLOAT32 and max(steps) == 1
-    return pointwise and values.shape[0] < _FEW_SAMPLES and torch.get_num_threads() == 1
+    first = _blocked(gradient) + _blocked(values) + int(weight.nbytes) - results if args[10][0] else 0
+    second = _blocked(gradient) + _copied(values)
+    if groups == values.shape[1] > 1 and max(weight.shape[2:]) > _SMALL_KERNEL:
+        first, second = 0, max(_blocked(gradient), _copied(values))
+    if weight.element_size() < _FLOAT32 or max(gradient.shape[2:]) == 1:
+        second += 2 * int(weight.nbytes)
+    if weight.element_size() < _FLOAT32 and math.prod(weight.shape[2:]) > 1 and weight.shape[1] > 1:
+        second += int(gradient.nbytes + values.nbytes) // max(1, len(values)) * torch.get_num_threads()
+    least_bytes, each_a_sum = max(first, second, int(weight.nbytes)), values if args[7] else gradient
+    return _scratch_of_convolution(aten.convolution_backward.default, args, 2, each_a_sum, least_bytes)
 
 
 def _lies_channels_last(values: Tensor) -> bool:
@@ -258,47 +223,67 @@ def _lies_channels_last(values: Tensor) -> bool:
     return layout is not None and not values.is_contiguous() and values.is_contiguous(memory_format=layout)
 
 
-def _scratch_of_convolution(operator: Any, args: Sequence[Any], batched: int) -> int:
-    """What oneDNN holds where values lie channels last, asked of the kernel.
+def _scratch_of_convolution(
+    operator: Any, args: Sequence[Any], batched: int, each_a_sum: Tensor, least_bytes: int
+) -> int:
+    """What oneDNN holds for a convolution, asked of the kernel.
 
-    Values are read as they lie, but weights are laid out anew: one with a group for each channel takes as much for
-    every group as 16 by 16 channels do, 16 MB for 320 channels of 7 by 7. Where the whole batch is long, two small ones
-    are asked about: what is held grows evenly with the batch. Samples so large that two would take seconds or hundreds
-    of megabytes are not asked about, and nothing is counted: beside them a weight is small.
+    What is copied, into which layout and how wide depends on the processor, on each size and on the number of threads,
+    and a weight with a group for each channel takes as much for every group as 16 by 16 channels do. Of a long batch
+    two short ones are asked about, and what is held grows as between these. A model has dozens of convolutions: those
+    of large images or weights, which take longer than milliseconds, are not asked about. Known error: up to a fifth of
+    what is held where less than the whole batch is asked about, and three copies of the weight where another kernel is
+    taken for the whole.
 
     Args:
         operator: Of aten.
         args: Its arguments: tensors that have a batch, and the weight.
         batched: How many have a batch.
+        each_a_sum: The one of which each number is a sum, or is added to as many, as a row of the weight is long.
+        least_bytes: What copies take where values do not lie channels last, which are read as they lie. It counts where
+            the whole batch is not asked about: of few samples, a weight may take more than they do.
     """
-    weight, batch, threads = args[batched], int(args[0].shape[0]), torch.get_num_threads()
+    values, weight, batch = args[batched - 1], args[batched], int(args[0].shape[0])
+    times = 1
+    if _lies_channels_last(values):
+        least_bytes, times = 0, _FEWEST_SAMPLES  # more is asked about where less is known
+    threads = torch.get_num_threads()
+    operands, options = _described(args)
+
+    def ask(samples: int) -> int | None:
+        return _scratch_of_samples(operator, operands, options, batched, samples, threads)
+
+    numbers = max(1, *(int(one.numel()) for one in args[:batched])) / max(1, batch)
+    products = max(1, int(each_a_sum.numel())) / max(1, batch) * math.prod(weight.shape[1:])
+    most = int(times * min(_MOST_PRODUCTS_OF_MANY / products, _MOST_NUMBERS_OF_MANY / numbers))
+    asked = min(batch, most)
+    if asked < min(batch, _FEWEST_SAMPLES) or weight.numel() > times * _MOST_NUMBERS_OF_MANY:
+        return least_bytes
+    fewer = max(asked // 2, asked - threads)  # threads share samples
+    held, held_by_fewer = ask(asked), ask(fewer) if asked < batch else 0
+    if held is None or held_by_fewer is None:
+        return least_bytes
+    # Products of one position of few samples on one thread copy nothing (`use_mkldnn` in `native/Convolution.cpp`).
+    if asked == batch or (not held and batch < _FEW_SAMPLES):
+        return held
+    of_each = max(0, held - held_by_fewer) / (asked - fewer) if held_by_fewer else held / asked
+    return max(held + int(of_each * (batch - asked)), least_bytes)
+
+
+def _described(args: Sequence[Any]) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+    """Shapes, strides and number formats of operands, and what else an operator is given; both can be hashed."""
     operands = tuple(
         None if one is None else (tuple(map(int, one.shape)), tuple(map(int, one.stride())), one.dtype)
         for one in args[:_OPERANDS]
     )
-    options = tuple(tuple(one) if isinstance(one, list | tuple) else one for one in args[_OPERANDS:])
-
-    def ask(samples: int) -> int:
-        return _scratch_of_samples(operator, operands, options, batched, samples, threads)
-
-    numbers = max(1, *(int(one.numel()) for one in args[:batched])) / max(1, batch)
-    products = numbers * math.prod(weight.shape[1:])
-    most = int(min(_MOST_PRODUCTS_OF_MANY / products, _MOST_NUMBERS / numbers))
-    fewest = min(2, batch)
-    if most < fewest and (fewest * products > _MOST_PRODUCTS or fewest * numbers > _MOST_NUMBERS):
-        return 0
-    most = max(2, most)
-    if most >= batch:
-        return ask(batch)
-    half = most // 2
-    return ask(most) + max(0, ask(most) - ask(half)) * (batch - most) // (most - half)
+    return operands, tuple(tuple(one) if isinstance(one, list | tuple) else one for one in args[_OPERANDS:])
 
 
 @functools.lru_cache(maxsize=4096)
 def _scratch_of_samples(
     operator: Any, operands: tuple[Any, ...], options: tuple[Any, ...], batched: int, samples: int, _threads: int
-) -> int:
-    """The same for so many samples; 0 where the kernel cannot be asked."""
+) -> int | None:
+    """The same for so many samples; None where the kernel cannot be asked."""
     with _disable_current_modes(), _torch_c.DisableTorchFunction():
         made: list[Tensor | None] = []
         for place, one in enumerate(operands):
@@ -307,50 +292,17 @@ def _scratch_of_samples(
                 shape = (samples, *shape[1:]) if place < batched else shape
                 one = torch.empty_strided(shape, stride, dtype=dtype, device="cpu").zero_()
             made.append(one)
-        return _held_beside(lambda: operator(*made, *options), *(one for one in made if one is not None)) or 0
-
-
-def _is_small(values: Tensor, weight: Tensor, groups: int) -> bool:
-    """One sample of few numbers in float32, which torch convolves itself (`use_mkldnn` in `native/Convolution.cpp`)."""
-    kernel = weight.shape[2:]
-    is_wide = len(kernel) > 1 and min(kernel[-2:]) > _SMALL_KERNEL
-    is_one = values.shape[0] == 1 and math.prod(values.shape[:4]) <= _FEW_NUMBERS
-    return is_one and groups == 1 and not is_wide and values.dtype is torch.float32
-
-
-def _is_pointwise(values: Tensor, weight: Tensor) -> bool:
-    """Whether each output is a product of one position and all channels, whose kernels want full lanes."""
-    return math.prod(weight.shape[2:]) == 1 and weight.shape[1] == values.shape[1]
-
-
-def _sums(values: Tensor, weight: Tensor, out: Tensor) -> int:
-    """Sums in float32 of products in half precision, of one sample for each thread."""
-    if out.element_size() >= _FLOAT32 or not _is_pointwise(values, weight):
-        return 0
-    return _FLOAT32 * _round_up(out.shape[1], _LANES) * math.prod(out.shape[2:]) * torch.get_num_threads()
+        return _held_beside(lambda: operator(*made, *options), *(one for one in made if one is not None))
 
 
 def _copied(values: Tensor) -> int:
-    """The input's copy; few channels are read as they lie, but for products of one position."""
+    """The input's copy; few channels are read as they lie."""
     return _blocked(values) if values.shape[1] >= _LANES else 0
 
 
-def _lanes_of_weights(read: Tensor) -> int:
-    """How wide the gradient of a weight is computed: few channels by narrower kernels, and up to three, which AVX-512
-    reads as they lie, by those that take them so (0)."""
-    channels = read.shape[1]
-    if _LANES == _NARROW:
-        return 0 if channels == _COLOURS else _LANES
-    return _LANES if channels >= _LANES else 0 if channels <= _COLOURS else _NARROW
-
-
-def _blocked(tensor: Tensor, axes: int = 1, lanes: int = 0) -> int:
-    """Bytes with channels (axis 1, and axis 0 of a weight) rounded up to the width of the vector unit."""
-    shape = list(tensor.shape)
-    for axis in (1, 0)[:axes]:
-        if shape[axis] > 1 or axes == 1:
-            shape[axis] = _round_up(shape[axis], lanes or _LANES)
-    return math.prod(shape) * tensor.element_size()
+def _blocked(tensor: Tensor) -> int:
+    """Bytes with channels rounded up to the width of the vector unit."""
+    return int(tensor.numel()) // int(tensor.shape[1]) * _round_up(tensor.shape[1], _LANES) * tensor.element_size()
 
 
 # -- CPU: half precision where the processor has no instructions for it. torch writes out the patch of every position as
@@ -463,8 +415,21 @@ def _lies_in_order(operand: Tensor) -> bool:
     return operand.is_contiguous() or operand.transpose(-2, -1).is_contiguous()
 
 
-_FEWEST_PRODUCTS, _MOST_PRODUCTS, _MOST_PRODUCTS_OF_MANY = 16**3, 2**31, 2**29
-_MOST_NUMBERS = 2**26
+def _trilinear(args: Sequence[Any], out: Tensor) -> int:
+    """What `bilinear` computes of one row after another, and in half precision what its products are packed in, which
+    is asked of the kernel where there are few."""
+    rows_bytes = ON_EVERY_DEVICE["_trilinear"](args, out)
+    is_packed = args[0].dtype in ONEDNN_HALF and not is_emulated(args[0].dtype)
+    products = math.prod(max(sizes) for sizes in zip(*spread_shapes(args), strict=True))
+    if not is_packed or products > _MOST_PRODUCTS:
+        return rows_bytes
+    held = _scratch_of_samples(aten._trilinear.default, *_described(args), 0, 0, torch.get_num_threads())
+    return rows_bytes if held is None else held
+
+
+_FEWEST_PRODUCTS, _MOST_PRODUCTS, _MOST_PRODUCTS_OF_MANY = 16**3, 2**31, 2**27
+_MOST_NUMBERS, _MOST_NUMBERS_OF_MANY = 2**26, 2**20
+_FEWEST_SAMPLES = 8
 """Of one tensor that a kernel is asked about with: a prediction takes little time and memory, whatever it is about."""
 
 
@@ -477,11 +442,8 @@ def _eight_bit_step(args: Sequence[Any], _: Any) -> int:
 
 
 _LANES = 16 if "AVX512" in torch.backends.cpu.get_cpu_capability() else 8
-_NARROW, _COLOURS = 8, 3
 _VOLUME_AXES, _OPERANDS = 5, 3
-_FEW_SAMPLES = 16
-_FEW_NUMBERS, _SMALL_KERNEL = 20480, 3
-_SUMS_BYTES = 41240
+_FEW_SAMPLES, _SMALL_KERNEL = 16, 3
 
 
 def _gloo_copy(argument: int) -> Rule:
@@ -498,6 +460,7 @@ _CPU: dict[str, Rule] = {
     "_reduce_scatter_base_": _gloo_copy(1),  # its input
     "convolution": _convolution,
     "convolution_backward": _convolution_backward,
+    "_trilinear": _trilinear,
     "mkldnn_rnn_layer": forward_scratch_bytes,
     "mkldnn_rnn_layer_backward": backward_scratch_bytes,
     "optimizer_update_8bit_blockwise": _eight_bit_step,

@@ -1,0 +1,132 @@
+"""What a step on a GPU moves to the host is no longer on the device."""
+
+import pytest
+import torch
+from dry_parts import loader, peak, predict
+from lightning.pytorch import LightningModule
+from torch import nn
+from torch.autograd.graph import save_on_cpu
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import offload_wrapper
+from torchmetrics import CatMetric
+
+from kit.config import Config
+
+BATCH, WIDTH = 512, 256
+OUTPUT_BYTES = BATCH * WIDTH * 4
+
+
+class Layers(LightningModule):
+    def __init__(self):
+        super().__init__()
+        self.net = nn.Sequential(*[part for _ in range(4) for part in (nn.Linear(WIDTH, WIDTH), nn.Sigmoid())])
+        self.kept = []
+
+    def training_step(self, batch, _):
+        output = self.net(batch)
+        self.keep(output.detach())
+        return output.square().mean()
+
+    def keep(self, output):
+        pass
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def keeping(keep):
+    return type("Keeping", (Layers,), {"keep": lambda self, output: self.kept.append(keep(output))})
+
+
+def peak_bytes(make_module, **options):
+    data = loader(lambda: torch.rand(WIDTH), BATCH)
+    return peak(predict(make_module, lambda: data, Config(), device_kind="cuda", **options))
+
+
+def device_of_this_machine():
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+@pytest.mark.parametrize(
+    "keep",
+    [
+        lambda output: output.cpu(),
+        lambda output: output.to("cpu"),
+        lambda output: output.to(torch.device("cpu"), non_blocking=True),
+        lambda output: output.cpu().double().softmax(1),
+        lambda output: torch.from_numpy(output.cpu().numpy()) + 1,
+    ],
+    ids=["cpu", "by name", "by device", "computed there", "by numpy"],
+)
+def test_what_is_kept_on_the_host_takes_nothing(keep):
+    assert peak_bytes(keeping(keep)) == peak_bytes(Layers)
+
+
+@pytest.mark.parametrize(
+    "keep",
+    [lambda output: output.to(device_of_this_machine()), lambda output: output.cpu().to(output.device)],
+    ids=["the device of the machine", "there and back"],
+)
+def test_what_is_on_the_device_or_comes_back_counts(keep):
+    """A name that another machine would fill in otherwise says nothing."""
+    assert peak_bytes(keeping(keep)) >= peak_bytes(Layers) + OUTPUT_BYTES
+
+
+class Collecting(Layers):
+    on_host = False
+
+    def __init__(self):
+        super().__init__()
+        self.outputs = CatMetric(compute_on_cpu=self.on_host)
+
+    def keep(self, output):
+        self.outputs.update(output)
+
+
+def test_a_metric_that_computes_on_the_host_keeps_nothing_on_the_device():
+    on_host = type("OnHost", (Collecting,), {"on_host": True})
+    assert peak_bytes(Collecting) >= peak_bytes(on_host) + OUTPUT_BYTES
+
+
+class Offloaded(Layers):
+    pinned = False
+
+    def training_step(self, batch, index):
+        with save_on_cpu(pin_memory=self.pinned):
+            return super().training_step(batch, index)
+
+
+class Wrapped(Layers):
+    def __init__(self):
+        super().__init__()
+        self.net = offload_wrapper(self.net)
+
+
+@pytest.mark.parametrize("pinned", [False, True])
+def test_activations_that_are_offloaded_come_back_one_after_another(pinned):
+    offloaded = type("Pinned", (Offloaded,), {"pinned": pinned})
+    assert peak_bytes(offloaded) <= peak_bytes(Layers) - 2 * OUTPUT_BYTES
+
+
+def test_an_offloading_wrapper_takes_what_offloading_does():
+    assert peak_bytes(Wrapped) <= peak_bytes(Layers) - 2 * OUTPUT_BYTES
+
+
+class OfWeights(Layers):
+    def training_step(self, batch, index):
+        return super().training_step(batch, index) + sum(part.cpu().square().sum() for part in self.parameters())
+
+
+def test_gradients_of_what_left_are_on_the_device():
+    """A penalty computed on the host: weights keep gradients, and what is squared takes nothing."""
+    weights_bytes = 4 * sum(weight.numel() for weight in Layers().parameters())
+    assert 0 <= peak_bytes(OfWeights) - peak_bytes(Layers) <= weights_bytes
+
+
+class FromTheStart(Layers):
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("table", torch.rand(BATCH, WIDTH).cpu())
+
+
+def test_what_was_on_the_host_before_training_goes_to_the_device():
+    assert peak_bytes(FromTheStart) == peak_bytes(Layers) + OUTPUT_BYTES
