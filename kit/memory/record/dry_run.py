@@ -83,7 +83,7 @@ from kit.memory.record.batches import (
     look_for_real,
 )
 from kit.memory.record.fake_mode import FakeMode, imports_with_numbers, rules_found_once
-from kit.memory.record.fakes import FakeValues, fake_values, saving_shapes
+from kit.memory.record.fakes import FakeValues, fake_values, not_traced, saving_shapes
 from kit.memory.record.recorder import BlockRecorder, Observer
 from kit.memory.record.value_sizes import WRITTEN
 from kit.memory.record.workspace import Workspaces, eight_bit_on_fakes
@@ -172,7 +172,7 @@ def record(
             if not run.for_real:
                 enter(rules_found_once())
                 enter(imports_with_numbers())
-                enter(FakeMode())
+                enter(FakeMode(run.device_kind == "cuda"))
             asked = enter(_devices_asked_for())
             recording = _recorded(run, answers, hooks, kept, make_module, data, batch_size, check)
     capabilities = {run.capability}
@@ -293,6 +293,7 @@ def _recorded(
         unknown, refused = "", False
         try:
             with contextlib.ExitStack() as entered:
+                entered.enter_context(not_traced(answers))
                 arguments = entered.enter_context(fake_batches.taken(module, data, batch_size, marker.stages))
                 if _is_distributed(run):
                     from kit.memory.record.ranks import label_collectives

@@ -35,7 +35,7 @@ from typing_extensions import override
 
 from kit.confinement.stand_ins import overridden, replaced
 from kit.memory.record.sparse import OF_SPARSE, faked, is_sparse
-from kit.memory.record.temporaries import BLOCKS, FOLD, SHRUNK_LOSSES, joined_blocks, shrunk
+from kit.memory.record.temporaries import BLOCKS, FOLD, NORMS, SHRUNK_LOSSES, joined_blocks, normed, shrunk
 
 _private: Any = torch._C
 _torch: Any = fake_tensor
@@ -216,9 +216,10 @@ def imports_with_numbers() -> Iterator[None]:
 
 
 class FakeMode(FakeTensorMode):  # type: ignore[no-untyped-call]
-    """Fake tensors of one dry run."""
+    """Fake tensors of one dry run; `is_cuda` where they stand for those on a GPU."""
 
-    def __init__(self) -> None:
+    def __init__(self, is_cuda: bool = False) -> None:
+        self.is_cuda = is_cuda
         super().__init__(allow_non_fake_inputs=True)
         self.cache_enabled = False  # torch's own
         self.fake_tensor_converter = ConstantConverter()
@@ -291,6 +292,8 @@ class FakeMode(FakeTensorMode):  # type: ignore[no-untyped-call]
             out = OF_SPARSE[func](self, func, *args, **(kwargs or {}))
         if out is NotImplemented:
             out = super().__torch_dispatch__(func, types, args, kwargs or {})
+        if func in NORMS:
+            out = normed(self, func, args, out, self.is_cuda)
         self.answered = None  # what torch asked meanwhile
         schema = getattr(func, "_schema", None)
         if schema is None or schema.is_mutable:  # it may have changed a shape

@@ -77,6 +77,8 @@ _PATIENCE = 1000
 """Times the same line may ask for the same condition before the answer turns, so that a waiting loop ends."""
 _PATIENCE_OTHERWISE = 500
 """The same for a condition that is answered the other way."""
+_LONGEST_LOOP = 256
+"""Steps of a sequence that are recorded one after another, in each of dozens of layers."""
 _ROUNDS, _OPERATORS = 50, 5_000
 """Rounds and operators of one call of a module, of which both must have passed for the answer to turn sooner."""
 
@@ -522,6 +524,31 @@ def _is_device(value: Any) -> bool:
 
 def _unchanged(tensor: Tensor, *_args: Any, **_options: Any) -> Tensor:
     return tensor
+
+
+@contextlib.contextmanager
+def not_traced(answers: FakeValues) -> Iterator[None]:
+    """Inside, transformers, if it is imported, takes a step on fake tensors for one that runs.
+
+    It asks whether a tensor is fake in order to write another step into a graph: Mamba's scan in one piece, which holds
+    more, for one step of a sequence after another. Of long sequences these take longer than a dry run has, so the scan
+    stays, and a note says so. Of masks it asks so as not to read values that a dry run does not know either.
+    """
+    utils = sys.modules.get("transformers.utils.import_utils")
+    if not hasattr(utils, "is_fake_tensor"):
+        yield
+        return
+
+    def is_taken_for_fake(value: Any) -> bool:
+        if not isinstance(value, FakeTensor) or not value.is_floating_point():
+            return isinstance(value, FakeTensor)
+        is_long = min(value.shape[1:], default=0) > _LONGEST_LOOP  # steps or channels, in either order
+        if is_long:
+            answers.notes.setdefault("long sequences are scanned in one piece, which holds more than step after step")
+        return is_long
+
+    with replaced(utils, "is_fake_tensor", is_taken_for_fake):
+        yield
 
 
 @contextlib.contextmanager

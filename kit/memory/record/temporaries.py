@@ -238,6 +238,11 @@ def _spread(args: Sequence[Any], _: Any) -> int:
     return 0 if args[0].is_contiguous() else int(args[0].numel() * args[0].element_size())
 
 
+def _two_in_order(args: Sequence[Any], options: Any) -> int:
+    """Copies of the gradient and of the values that do not lie in order. (`native/layer_norm.cpp`, and on GPUs.)"""
+    return _spread(args, options) + _spread(args[1:], options)
+
+
 def _spread_for_onednn(args: Sequence[Any], options: Any) -> int:
     """The same of oneDNN's kernel, which takes float32, and bfloat16 where the processor has instructions for it; those
     of other types read such a gradient where it lies."""
@@ -256,6 +261,8 @@ ON_EVERY_DEVICE: dict[str, Rule] = {
     "_euclidean_dist": _wider_rows,
     "index.Tensor": places_bytes,
     "col2im": _in_order,
+    "native_layer_norm": _spread,
+    "native_layer_norm_backward": _two_in_order,
     "_trilinear": _products_of_three,
     **dict.fromkeys(("abs", "angle"), _complex),
     "roll": _rolled,
@@ -332,8 +339,67 @@ def _with_mean(terms: Rule, place: int) -> Rule:
     return rule
 
 
+def _lies(values: Tensor, layout: torch.memory_format) -> bool:
+    """Whether values lie so; only images and volumes can lie channels last."""
+    of_axes = {torch.channels_last: 4, torch.channels_last_3d: 5}.get(layout, values.dim())
+    return values.dim() == of_axes and values.is_contiguous(memory_format=layout)
+
+
+def _batch_norm(args: Sequence[Any], _: Any) -> int:
+    """Values in float32 where those in half precision lie in no layout. (`native/Normalization.cpp`.)"""
+    values = args[0]
+    lies = any(_lies(values, layout) for layout in _LAYOUTS)
+    return 0 if lies or values.element_size() >= _FLOAT32 else int(_FLOAT32 * values.numel())
+
+
 def _batch_norm_backward(args: Sequence[Any], _: Any) -> int:
-    return int(args[1].nbytes) if args[0].is_contiguous() and args[1].is_contiguous() else 0
+    """A copy where gradient and values lie alike; else a gradient in half precision is summed as float32, but not one
+    that lies channels last, or is one number spread out. (`cpu/batch_norm_kernel.cpp` and the same.)"""
+    gradient, values = args[:2]
+    if any(_lies(gradient, layout) and _lies(values, layout) for layout in _LAYOUTS):
+        return int(values.nbytes)
+    read = is_spread_out(gradient) or any(_lies(gradient, layout) for layout in _LAYOUTS[1:])
+    return 0 if read or values.element_size() >= _FLOAT32 else int(_FLOAT32 * values.numel())
+
+
+_LAYOUTS = torch.contiguous_format, torch.channels_last, torch.channels_last_3d
+NORMS: dict[Any, tuple[int, int | None]] = {
+    aten.native_batch_norm.default: (0, 1), aten.native_batch_norm_backward.default: (1, None),
+    aten.native_layer_norm.default: (0, 2), aten.native_group_norm.default: (0, 1),
+    aten.native_group_norm_backward.default: (1, None),
+}  # fmt: skip
+"""Operators whose results torch's rules for shapes do not tell as kernels make them, with the places of their values
+and, where they make statistics, of their weight."""
+
+
+def normed(mode: FakeTensorMode, func: Any, args: Sequence[Any], results: Sequence[Any], is_cuda: bool) -> Any:
+    """The results of such an operator as its kernel makes them.
+
+    On the CPU a batch norm writes in order what lies in no layout. Statistics of half precision are in float32 where
+    the weight is, and on GPUs those of rows always. (`native/mixed_data_type.h`, `cuda/layer_norm_kernel.cu`.)
+    """
+    first, *others = results
+    values, place = args[NORMS[func][0]], NORMS[func][1]
+
+    def made(like: Tensor, dtype: torch.dtype, steps: Sequence[int] | None = None) -> Tensor:
+        with in_kernel_invocation_manager(mode):
+            if steps is None:
+                empty = torch.empty(like.shape, dtype=dtype, device="meta")
+            else:
+                empty = torch.empty_strided(like.shape, steps, dtype=dtype, device="meta")
+        return FakeTensor(mode, empty, like.device)
+
+    if place is not None and values.element_size() < _FLOAT32:
+        weight = args[place]
+        widened = weight is not None and weight.dtype == torch.float32
+        if widened or (is_cuda and func is aten.native_layer_norm.default):
+            others = [made(one, torch.float32) for one in others]
+    is_batch = func in (aten.native_batch_norm.default, aten.native_batch_norm_backward.default)
+    if is_batch and not is_cuda and first is not None and not any(_lies(values, layout) for layout in _LAYOUTS):
+        first = made(first, first.dtype)
+    if first is not None and first.dtype != values.dtype:  # of half precision with a weight in float32
+        first = made(first, values.dtype, first.stride())
+    return first, *others
 
 
 def _chosen(args: Sequence[Any], _: Any) -> int:
@@ -465,7 +531,7 @@ _RESIZED = (
     "_adaptive_avg_pool2d",
 )  # fmt: skip
 _ORDERED = (
-    "grid_sampler_2d", "native_layer_norm", "embedding_dense",
+    "grid_sampler_2d", "embedding_dense",
     *(f"{kind}_pad{axes}d" for kind in ("reflection", "replication") for axes in (1, 2, 3)),
 )  # fmt: skip
 _POOLED = ("avg_pool2d", "avg_pool3d", "_adaptive_avg_pool3d")
@@ -489,6 +555,7 @@ ON_THE_CPU: dict[str, Rule] = {
     **dict.fromkeys(("sum", "sum.dim_IntList"), _summed),
     "binary_cross_entropy": _with_mean(_nothing, 3),
     "soft_margin_loss": _with_mean(_nothing, 2),
+    "native_batch_norm": _batch_norm,
     "native_batch_norm_backward": _batch_norm_backward,
     "im2col": lambda args, _: int(args[0].nbytes),
     "linalg_eig": _eigenvalues,

@@ -214,8 +214,38 @@ def _convolution_backward(args: Sequence[Any], out: Any) -> int:
         second += 2 * int(weight.nbytes)
     if weight.element_size() < _FLOAT32 and math.prod(weight.shape[2:]) > 1 and weight.shape[1] > 1:
         second += int(gradient.nbytes + values.nbytes) // max(1, len(values)) * torch.get_num_threads()
-    least_bytes, each_a_sum = max(first, second, int(weight.nbytes)), values if args[7] else gradient
+    least_bytes = max(first, second, int(weight.nbytes))
+    if (
+        groups == 1
+        and weight.numel() > _MOST_NUMBERS_OF_MANY
+        and weight.nbytes > _HEAVY * (gradient.nbytes + values.nbytes)
+    ):
+        fewer = _of_fewer_channels(args)
+        times = weight.numel() / fewer[2].numel()
+        return max(least_bytes, int(times * _convolution_backward(fewer, fewer[1:3])))
+    each_a_sum = values if args[7] else gradient
     return _scratch_of_convolution(aten.convolution_backward.default, args, 2, each_a_sum, least_bytes)
+
+
+def _of_fewer_channels(args: Sequence[Any]) -> tuple[Any, ...]:
+    """Arguments of the gradient of a convolution of as many positions whose weight has few numbers: where operands are
+    small beside it, what is held is so many times the weight, eight times for some volumes."""
+    gradient, values, weight = args[:3]
+    channels = list(weight.shape[:2])
+    while math.prod((*channels, *weight.shape[2:])) > _MOST_NUMBERS_OF_MANY and max(channels) > _LANES:
+        widest = channels.index(max(channels))
+        channels[widest] = -(-channels[widest] // 2)
+    made, read = channels[::-1] if args[7] else channels
+    with _disable_current_modes():
+        parts = (
+            torch.empty(shape, dtype=weight.dtype, device="meta")
+            for shape in (
+                (len(gradient), made, *gradient.shape[2:]),
+                (len(values), read, *values.shape[2:]),
+                (*channels, *weight.shape[2:]),
+            )
+        )
+        return (*parts, None if args[3] is None else [made], *args[4:])
 
 
 def _lies_channels_last(values: Tensor) -> bool:
@@ -443,7 +473,7 @@ def _eight_bit_step(args: Sequence[Any], _: Any) -> int:
 
 _LANES = 16 if "AVX512" in torch.backends.cpu.get_cpu_capability() else 8
 _VOLUME_AXES, _OPERANDS = 5, 3
-_FEW_SAMPLES, _SMALL_KERNEL = 16, 3
+_FEW_SAMPLES, _SMALL_KERNEL, _HEAVY = 16, 3, 4
 
 
 def _gloo_copy(argument: int) -> Rule:

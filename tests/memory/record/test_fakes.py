@@ -1,4 +1,6 @@
 import copy
+import sys
+import types
 from pathlib import Path
 
 import numpy as np
@@ -10,7 +12,8 @@ from torch._subclasses import fake_impls
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from kit.memory.record.dry_run import VALUE_CHECKS
-from kit.memory.record.fakes import KNOWN_NUMEL, fake_values
+from kit.memory.record.fake_mode import FakeMode
+from kit.memory.record.fakes import KNOWN_NUMEL, fake_values, not_traced
 from kit.memory.record.recorder import BlockRecorder
 
 HERE = Path(__file__).name
@@ -316,3 +319,17 @@ def test_afterwards_torch_is_as_it_was():
     assert fake_impls.op_implementations_dict == table
     assert [name for name in methods if name in vars(FakeTensor)] == methods
     assert "to" not in vars(FakeTensor)
+
+
+def test_a_package_that_asks_for_fake_tensors_takes_short_sequences_step_by_step(monkeypatch):
+    """As transformers does for Mamba: fake tensors go another way there than real ones."""
+    utils = types.ModuleType("transformers.utils.import_utils")
+    utils.is_fake_tensor = is_fake = lambda value: isinstance(value, FakeTensor)
+    monkeypatch.setitem(sys.modules, "transformers.utils.import_utils", utils)
+    with fake_values() as answers, FakeMode(), not_traced(answers):
+        mask, short, long = torch.ones(2, 8), torch.empty(2, 64, 512), torch.empty(2, 2048, 512)
+        assert [utils.is_fake_tensor(value) for value in (mask.bool(), short)] == [True, False]
+        assert not answers.notes
+        assert utils.is_fake_tensor(long)
+        assert answers.notes
+    assert utils.is_fake_tensor is is_fake
