@@ -190,6 +190,7 @@ def record(
         guesses=list(answers.guesses),
         conditions=[*(guess for guess in answers.guesses if not guess.endswith(UPPER_BOUND)), *answers.waits],
         waits=list(answers.waits),
+        silent=answers.silent,
         bounds=[guess for guess in answers.guesses if guess.endswith(UPPER_BOUND)],
         capabilities=sorted(capabilities, key=str),
         asks_devices=asked[0] if asked else "",
