@@ -21,7 +21,7 @@ import hashlib
 import json
 import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -49,8 +49,8 @@ HOST_LIMIT_SECONDS, TICK_SECONDS = 240.0, 0.02
 _LEAST_SHARE = 0.002
 _HEAVY_CALLS, _HEAVY_SECONDS = 40, 4.0
 _PREFIX = "kit-calls-"
-_busy_tables: dict[Path, CostTable] = {}
-"""What this kernel measured beside other programs, by the file that it was not written to."""
+_busy_tables: dict[Path, tuple[CostTable, float]] = {}
+"""What this kernel measured beside other programs and the cores they used, by the file that it was not written to."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +61,7 @@ class MeasuredTable:
     seconds: float
     """Spent on measuring now."""
     busy_cores: float
-    """That others used meanwhile."""
+    """That others used while the table, or a part of it, was measured."""
 
     @property
     def quiet(self) -> bool:
@@ -104,14 +104,18 @@ def calls_here(config: Config, calls: Sequence[OperatorCall], *, seconds: float,
         HardwareError: for devices that are not there.
         TrialError: when the measuring process fails, or cannot make one of the calls.
     """
-    began, busy = time.monotonic(), 0.0
+    began = time.monotonic()
     taken = take_devices(_of(config, 1, 1))
     try:
         path = _path(config, taken.resolved)
-        found = _read(path) or CostTable(_name(taken.resolved), {}, host_known=False)
+        known, busy = _known(path, lambda table: not table.measured.keys() >= set(calls))
+        if again:
+            known, busy = _read(path), 0.0
+        found = known or CostTable(_name(taken.resolved), {}, host_known=False)
         missing = [call for call in calls if again or call not in found.measured]
         if missing:
-            found, busy = _measured(config, taken.resolved, found, missing, seconds, host=False, each=True)
+            found, others = _measured(config, taken.resolved, found, missing, seconds, host=False, each=True)
+            busy = max(busy, others)
             refused = [call.operator for call in missing if call not in found.measured]
             if refused:
                 raise TrialError(f"{', '.join(refused)} could not be timed on {found.name}")
@@ -128,7 +132,7 @@ def table_known(config: Config, ranks: int = 1) -> CostTable | None:
         for together in dict.fromkeys((most, 1)):
             with contextlib.suppress(KitError):  # fewer GPUs are here than are asked about
                 path = _path(config, resolve_devices(_of(config, together, ranks), hardware()))
-                known = _busy_tables.get(path) or _read(path)
+                known, _ = _known(path)
                 if known is not None and known.host_known:
                     return known if turns == 1 else _joined_before(config, ranks, known.slowed(turns))
     return None
@@ -144,17 +148,25 @@ def _grown(
     try:
         resolved = taken.resolved
         path = _path(config, resolved)
-        known = None if again else _read(path)
-        busy = 0.0
+        asked = step if seconds > 0 else None
+
+        def lacks(table: CostTable) -> bool:
+            return not table.host_known or (asked is not None and bool(_missing(asked, table)))
+
+        known, busy = (None, 0.0) if again else _known(path, lacks)
         if alone is None and (known is None or not known.host_known):
-            known, busy = _measured(config, resolved, known or CostTable(_name(resolved), {}), (), 0.0, host=True)
+            known, others = _measured(config, resolved, known or CostTable(_name(resolved), {}), (), 0.0, host=True)
+            busy = max(busy, others)
         elif known is None:
             assert alone is not None
             known, busy = _beside(config, resolved, alone)
-        missing = [] if step is None or seconds <= 0 else _missing(step, known)
+        missing = [] if asked is None else _missing(asked, known)
         if missing:
             _keep(path, known, busy)
             known, others = _measured(config, resolved, known, missing, seconds, host=False)
+            if others <= BUSY_CORES < busy and (written := _read(path)):
+                new = {call: known.measured[call] for call in missing if call in known.measured}
+                _write(path, written.with_calls(new))
             busy = max(busy, others)
         _keep(path, known, busy)
     finally:
@@ -176,8 +188,8 @@ def _joined(config: Config, ranks: int, slowed: CostTable, again: bool) -> tuple
     config = _of(config, ranks, ranks)
     taken = take_devices(config)
     try:
-        path, busy = _path(config, taken.resolved), 0.0
-        known = None if again else _read(path)
+        path = _path(config, taken.resolved)
+        known, busy = (None, 0.0) if again else _known(path)
         if known is None:
             nothing = CostTable(_name(taken.resolved), {}, host_known=False)
             known, busy = _measured(config, taken.resolved, nothing, (), 0.0, host=False)
@@ -190,8 +202,14 @@ def _joined(config: Config, ranks: int, slowed: CostTable, again: bool) -> tuple
 def _joined_before(config: Config, ranks: int, slowed: CostTable) -> CostTable:
     """The same where that was measured before; else the link is as slow as all the rest."""
     path = _path(config, resolve_devices(_of(config, ranks, ranks), hardware()))
-    known = _busy_tables.get(path) or _read(path)
+    known, _ = _known(path)
     return dataclasses.replace(slowed, link=known.link) if known else slowed
+
+
+def _known(path: Path, lacks: Callable[[CostTable], bool] = lambda _: True) -> tuple[CostTable | None, float]:
+    """What was measured before, and the cores that others used: beside them only where the file lacks something."""
+    written = _read(path)
+    return _busy_tables.get(path, (written, 0.0)) if written is None or lacks(written) else (written, 0.0)
 
 
 def _of(config: Config, together: int, ranks: int) -> Config:
@@ -261,9 +279,13 @@ def _parsed(path: Path, changed: int) -> CostTable:  # noqa: ARG001
 def _keep(path: Path, table: CostTable, busy_cores: float) -> None:
     """In the file; in this kernel alone where other programs may have made it too high."""
     if busy_cores > BUSY_CORES:
-        _busy_tables[path] = table
+        _busy_tables[path] = table, busy_cores
         return
     _busy_tables.pop(path, None)
+    _write(path, table)
+
+
+def _write(path: Path, table: CostTable) -> None:
     with contextlib.suppress(OSError):
         write_json(path, table.to_json())
 

@@ -7,7 +7,8 @@ that sharing adds are known (`kit.speed.operators`); a step that asks how many t
 loaders are priced by their store; of others nothing is known before a trial.
 
 Not modelled, and said so in `reasons`: compiled code and CUDA graphs (the eager step is priced), kernels of one's own
-(by bytes alone), experts chosen by data, loops that depend on data. Each widens the range.
+(by bytes alone), experts chosen by data, loops that depend on data. Each widens the range. A selection is priced as
+whole; where a second dry run told which operators are smaller without it, their time alone is left out of the low end.
 """
 
 from __future__ import annotations
@@ -178,6 +179,11 @@ def speed_of(
         loader_seconds=None if loader_seconds is None else loader_seconds * step.accumulate,
     )  # fmt: skip
     reasons, factor = _edges(recording, step)
+    if share := _selected_seconds(step, time) / (time.seconds or 1.0):
+        time = replace(time, low_seconds=time.low_seconds * (1 - share))
+        reasons.append(
+            f"{share:.1%} of the step depends on how much is selected: all in it, but at the range's low end"
+        )
     if factor > 1:
         time = replace(time, low_seconds=time.low_seconds / factor, high_seconds=time.high_seconds * factor)
     return SpeedEstimate(
@@ -225,6 +231,11 @@ def leave_speed(memory: MemoryEstimate, config: Config, paths: RunPaths) -> None
 
 SPEED_FIELDS = ("samples_per_second", "low", "high")
 """Of `predicted_speed.json` in a run directory."""
+
+
+def _selected_seconds(step: StepOperators, time: StepTime) -> float:
+    """Of the device, in operators whose sizes depend on how much is selected, where the dry run told them."""
+    return float(time.operator_seconds[np.isin(step.place, step.facts.get("selected") or ())].sum())
 
 
 def _traffic(step: StepOperators) -> Traffic:
@@ -287,7 +298,8 @@ def _edges(recording: Recording, step: StepOperators) -> tuple[list[str], float]
     custom = {call.operator.partition("::")[0] for call in step.calls} - _KNOWN
     if custom:
         found.append(f"kernels of {', '.join(sorted(custom))} are priced by the bytes they move alone")
-    routed = sorted({call.name for call in step.calls} & _ROUTED)
+    sizes_told = facts.get("selected") is not None
+    routed = sorted({call.name for call in step.calls} & (_GROUPED if sizes_told else _GROUPED | _SELECTING))
     if routed:
         found.append(
             f"data decides how much each expert or selection gets ({', '.join(routed)}); it is priced as whole"
@@ -295,14 +307,17 @@ def _edges(recording: Recording, step: StepOperators) -> tuple[list[str], float]
     if any(call.name.startswith("_scaled_dot_product_flex") for call in step.calls):
         found.append("flex attention is priced as whole, whatever its mask leaves out")
     guessed = [guess for guess in facts.get("guesses", ()) if guess.startswith(GUESSED_CONDITION)]
-    if unknown := list(dict.fromkeys([*guessed, *facts.get("conditions", ()), *facts.get("bounds", ())])):
+    bounds = () if sizes_told else facts.get("bounds", ())
+    if unknown := list(dict.fromkeys([*guessed, *facts.get("conditions", ()), *bounds])):
         more = f", and {len(unknown) - 1} more" if len(unknown) > 1 else ""
         found.append(f"the step depends on numbers that a dry run does not have; it is priced as if {unknown[0]}{more}")
     return found, _UNMODELLED_DOUBT if found else 1.0
 
 
-_ROUTED = {"_grouped_mm", "_scaled_grouped_mm", "nonzero", "masked_select", "_unique2"}
-"""Operators whose numbers decide how large their results or their parts are."""
+_GROUPED = {"_grouped_mm", "_scaled_grouped_mm"}
+"""Operators whose numbers decide how large their parts are."""
+_SELECTING = {"nonzero", "masked_select", "_unique2"}
+"""Operators whose numbers decide how large their results are."""
 _KNOWN = {"aten", "prim", "prims", "c10d", "_c10d_functional", "fsdp", "profiler", "inductor"}
 
 

@@ -10,6 +10,7 @@ from kit.charts.style import png
 from kit.errors import PlanError
 from kit.machine.machine import hardware
 from kit.memory.prediction import predict_memory
+from kit.memory.replay.calls import OperatorCall
 from kit.memory.replay.cards import target_of
 from kit.speed import measure
 from kit.speed.call_timer import time_call
@@ -156,6 +157,57 @@ def test_what_was_measured_beside_other_programs_serves_this_kernel_alone(config
     assert measure.table_known(config()) == table
     measure._keep(path, slower := table.slowed(2.0), 0.0)
     assert measure.table_known(config()) == slower == measure._read(path)
+
+
+def measured_again(*_, **__):
+    raise AssertionError("measured again")
+
+
+def test_what_was_measured_beside_other_programs_answers_again_and_is_said(config, monkeypatch):
+    monkeypatch.setattr(measure, "BUSY_CORES", -1.0)
+    step = step_of(predict_memory(config(), TinyModule, TinyData).recording)
+    path = measure._path(config(), measure.take_devices(config()).resolved)
+    measure._keep(path, CostTable("this CPU", {}, 1e-5, 0.0, 1e-3), 1.5)  # the host's costs take a minute
+    first = measure.table_here(config(), step, seconds=2.0)
+    assert first.table.call_seconds == 1e-5
+    assert first.table.measured.keys() & set(step.calls)
+    assert first.busy_cores >= 1.5
+    with monkeypatch.context() as patched:
+        patched.setattr(measure, "_measured", measured_again)
+        second = measure.table_here(config(), step, seconds=2.0)
+        assert "other programs" in " ".join(predict_speed(config(), TinyModule, TinyData).reasons)
+    assert (second.table, second.busy_cores, second.quiet) == (first.table, first.busy_cores, False)
+    assert not path.exists()
+
+
+def test_what_joins_ranks_is_measured_once_beside_other_programs(config, monkeypatch):
+    monkeypatch.setattr(measure, "BUSY_CORES", -1.0)
+    three = config(ranks=3).replace({"hardware.threads_per_rank": hardware().cores})
+    for ranks in (1, 2):
+        one = measure._of(three, ranks, 3)
+        path = measure._path(one, measure.take_devices(one).resolved)
+        measure._keep(path, CostTable("this CPU", {}, 1e-5, 0.0, 1e-3), 1.5)  # the host's costs take a minute
+    first = measure.table_here(three, ranks=3, seconds=0.0)
+    monkeypatch.setattr(measure, "_measured", measured_again)
+    second = measure.table_here(three, ranks=3, seconds=0.0)
+    assert second.table == first.table
+    assert not second.quiet
+    with pytest.raises(AssertionError, match="measured again"):
+        measure.table_here(three, ranks=3, seconds=0.0, again=True)
+
+
+def test_calls_timed_when_others_are_quiet_are_written_and_serve_all(config, monkeypatch):
+    monkeypatch.setattr(measure, "BUSY_CORES", 1e9)
+    step = step_of(predict_memory(config(), TinyModule, TinyData).recording)
+    path = measure._path(config(), measure.take_devices(config()).resolved)
+    table = CostTable("this CPU", {}, 1e-5, 0.0, 1e-3)
+    measure._keep(path, table, 0.0)
+    other = OperatorCall("other::call", (), (), ())
+    monkeypatch.setitem(measure._busy_tables, path, (table.with_calls({other: 1.0}), float("inf")))
+    measure.table_here(config(), step, seconds=2.0)
+    assert measure._read(path).measured.keys() & set(step.calls)
+    assert other not in measure._read(path).measured, "that was measured beside others"
+    assert measure.table_here(config(), step, seconds=2.0).quiet
 
 
 def test_ranks_beyond_the_cores_take_turns(config, monkeypatch):

@@ -52,6 +52,22 @@ class Experts(TinyModule):
         return self.model(input_ids=batch[0], labels=batch[1]).loss
 
 
+class Labelled(TinyModule):
+    """Sums few of its targets, which is little of its step."""
+
+    def training_step(self, batch, batch_idx):
+        loss = super().training_step(batch, batch_idx)
+        return loss + 0 * batch[1][batch[1] > 0].sum()
+
+
+class Wide(Labelled):
+    """Sums so many that it is most of its step."""
+
+    def training_step(self, batch, batch_idx):
+        many = batch[1].repeat(1 << 24, 1)
+        return super().training_step(batch, batch_idx) + 0 * many[many > 0].exp().sum()
+
+
 def words():
     return RandomData((Field(shape=(16,), below=64), Field(shape=(16,), below=64)), 2)
 
@@ -70,6 +86,16 @@ def test_what_is_not_modelled_widens_the_range_and_says_so(config, module, data,
     assert said not in " ".join(plain.reasons)
     spread, usual = (speed.high_seconds / speed.low_seconds for speed in (found, plain))
     assert spread > 1.5 * usual
+
+
+def test_a_selection_widens_the_range_by_what_depends_on_it(config):
+    plain, little, most = (
+        predict_speed(config(), module, TinyData, device="A100-40GB") for module in (TinyModule, Labelled, Wide)
+    )
+    assert any("how much is selected" in reason for reason in little.reasons)
+    assert little.high_seconds / little.low_seconds < 1.1 * plain.high_seconds / plain.low_seconds
+    assert most.low_seconds < 0.6 * most.step_seconds
+    assert most.high_seconds / most.step_seconds < most.step_seconds / most.low_seconds
 
 
 def test_copies_of_fsdp_are_known_and_widen_nothing():

@@ -85,7 +85,7 @@ from kit.memory.record.batches import (
 from kit.memory.record.fake_mode import FakeMode, imports_with_numbers, rules_found_once
 from kit.memory.record.fakes import FakeValues, fake_values, not_traced, saving_shapes
 from kit.memory.record.recorder import BlockRecorder, Observer
-from kit.memory.record.value_sizes import WRITTEN
+from kit.memory.record.value_sizes import DRAWN, WRITTEN
 from kit.memory.record.workspace import Workspaces, eight_bit_on_fakes
 from kit.memory.replay.replay import UPPER_BOUND, Recording
 from kit.memory.replay.snapshot import line_of
@@ -190,6 +190,7 @@ def record(
         guesses=list(answers.guesses),
         conditions=[*(guess for guess in answers.guesses if not guess.endswith(UPPER_BOUND)), *answers.waits],
         waits=list(answers.waits),
+        silent=answers.silent,
         bounds=[guess for guess in answers.guesses if guess.endswith(UPPER_BOUND)],
         capabilities=sorted(capabilities, key=str),
         asks_devices=asked[0] if asked else "",
@@ -606,7 +607,8 @@ FINITE_CHECKS: dict[Any, Observer] = {
 
 A module that stops at a loss that is not finite must not stop where no loss is a number. A condition that follows from
 "no NaN, no infinity" alone is known without numbers: it is written on the fake tensor as `kit_truth`, passed on by not,
-and, or, all and any, and read by `kit.memory.record.fakes`. Other conditions are not known.
+and, or, all and any, and read by `kit.memory.record.fakes`. Of other conditions, those are known that hold for all
+numbers drawn (`DRAWN`).
 """
 
 
@@ -618,11 +620,12 @@ def _one_after_another(*observers: Observer) -> Observer:
     return observe
 
 
+_CHECKS = (FINITE_CHECKS, WRITTEN, DRAWN)
 VALUE_CHECKS: dict[Any, Observer] = {
-    operator: _one_after_another(*(checks[operator] for checks in (FINITE_CHECKS, WRITTEN) if operator in checks))
-    for operator in FINITE_CHECKS.keys() | WRITTEN.keys()
+    operator: _one_after_another(*(checks[operator] for checks in _CHECKS if operator in checks))
+    for operator in set().union(*_CHECKS)
 }
-"""What is known of numbers that are not there: whether they are finite, and how many are not 0."""
+"""What is known of numbers that are not there: whether they are finite, how many are not 0, and where they lie."""
 
 
 class FakeBatches:

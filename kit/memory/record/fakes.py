@@ -111,6 +111,8 @@ class FakeValues:
         """What becomes of a tensor that is moved to the host."""
         self.waits: dict[str, None] = {}
         """Conditions that were asked for until the answer turned: how often they are is not known."""
+        self.silent = False
+        """Whether something was selected whole for torch or Lightning, which is no guess."""
         self.progress: Callable[[], tuple[int, int]] = lambda: (0, 0)
         """Operators so far, and the number of the call of a module that runs."""
         self._asked: Counter[str] = Counter()
@@ -240,6 +242,7 @@ class FakeValues:
     def _selected(self, count: int) -> int:
         """How many of so many elements are selected: all, or otherwise one."""
         place = _place()
+        self.silent |= not place
         other = self._guess(f"all elements are selected at {place}{UPPER_BOUND}", place)
         return min(1, count) if other else count
 

@@ -11,6 +11,8 @@ a GPU as `kit.memory.record.cuda` says), and the CTC loss.
 `WRITTEN` observes how many numbers of a tensor can be other than 0: those that were written to zeros, as in a mask of
 random places. `nonzeros` says it, as long as nothing else has written there.
 
+`DRAWN` observes numbers that are drawn uniformly: they lie in [0, 1), by which some comparisons are known.
+
 `adaptive_softmax` is for a layer that sorts its rows into clusters by their targets and counts them afterwards.
 
 `lazy_parameters` are those that get their shape with the first batch, of torch.nn.LazyLinear and the like. One without
@@ -26,6 +28,8 @@ from __future__ import annotations
 import contextlib
 import gc
 import itertools
+import math
+import operator
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple, cast
@@ -208,6 +212,36 @@ WRITTEN: dict[Any, Callable[[tuple[Any, ...], Any], None]] = {
     aten.ne.Scalar: _compared_with_zero,
 }  # fmt: skip
 """What a recorder calls after operators that make numbers of which is known whether they are 0, write or carry them."""
+
+
+def _drawn(_args: tuple[Any, ...], out: Any) -> None:
+    if isinstance(out, FakeTensor):
+        out.kit_drawn = _version(out)  # type: ignore[attr-defined]
+
+
+def _same_for_all(compare: Callable[[float, float], bool]) -> Callable[[tuple[Any, ...], Any], None]:
+    """Write the truth of a comparison with a number where it is the same for the least and the greatest drawn."""
+
+    def observe(args: tuple[Any, ...], out: Any) -> None:
+        values, number = args
+        if vars(values).get("kit_drawn") == _version(values):
+            least, greatest = (bool(compare(drawn, number)) for drawn in (0.0, _GREATEST))
+            if least == greatest:
+                out.kit_truth = least
+
+    return observe
+
+
+_GREATEST = math.nextafter(1.0, 0.0)
+DRAWN: dict[Any, Callable[[tuple[Any, ...], Any], None]] = {
+    **dict.fromkeys((aten.rand.default, aten.rand.generator, aten.rand_like.default), _drawn),
+    aten.lt.Scalar: _same_for_all(operator.lt),
+    aten.le.Scalar: _same_for_all(operator.le),
+    aten.gt.Scalar: _same_for_all(operator.gt),
+    aten.ge.Scalar: _same_for_all(operator.ge),
+}
+"""What a recorder calls after operators that draw numbers from [0, 1) or compare them: `torch.rand([]) < 0.0`, by which
+a layer that is never dropped asks whether it is, is False."""
 
 
 @contextlib.contextmanager

@@ -16,6 +16,8 @@ facts
     conditions       guesses that the memory depends on, or that were not tried; a verdict holds only if they do
     bounds           selections that were taken whole: fewer elements need less
     least_fraction   of the peak, with one element selected instead of all, the smallest that was seen
+    selected         operators that are called with other sizes when one element is selected instead of all; None where
+                     others run then, or where that was not tried
     otherwise        the guess that is turned in the recording, if any
 
 Of a condition's two answers the one that needs more is kept, so that it is no condition any more; an answer at which
@@ -312,6 +314,7 @@ def settle(first: Recording, record_otherwise: Callable[[str], Recording]) -> Re
         return _answered_otherwise(first, record_otherwise)
     highest, peak, turned = first, _peak(first), ""
     conditions, bounds, least = dict.fromkeys(first.facts["guesses"]), [], 1.0
+    selected = None if first.facts.get("silent") else set[int]()
     for guess in _tried(first):
         other = record_otherwise(guess)
         if other.facts["unknown"]:
@@ -319,6 +322,9 @@ def settle(first: Recording, record_otherwise: Callable[[str], Recording]) -> Re
                 del conditions[guess]
             continue
         needed = _peak(other)
+        if guess.endswith(UPPER_BOUND):
+            sized = _sized_otherwise(first, other)
+            selected = None if selected is None or sized is None else selected | sized
         if guess.endswith(UPPER_BOUND) and needed < peak:
             bounds.append(guess)
             least = min(least, needed / peak)
@@ -329,13 +335,24 @@ def settle(first: Recording, record_otherwise: Callable[[str], Recording]) -> Re
     for guess in [guess for guess in conditions if guess.endswith(UPPER_BOUND)]:
         del conditions[guess]
         bounds.append(guess)
+        selected = None
     new = [guess for guess in highest.facts["guesses"] if guess not in first.facts["guesses"]]
     held = [guess.replace(_IS_FALSE, _IS_TRUE) if guess == turned else guess for guess in conditions]
     facts = {
         "conditions": [*held, *new, *highest.facts.get("waits", ()), *_growth(highest)], "bounds": bounds,
         "least_fraction": least, "otherwise": turned,
+        "selected": None if turned or selected is None else sorted(selected),
     }  # fmt: skip
     return replace(highest, facts=highest.facts | facts)
+
+
+def _sized_otherwise(first: Recording, other: Recording) -> set[int] | None:
+    """Operators that are called with other sizes in another recording; None where others run there."""
+    ran, ran_then = (np.array(one.names)[one.operator_name] for one in (first, other))
+    if not len(first.operator_call) or not np.array_equal(ran, ran_then):
+        return None
+    calls = [np.array([*map(str, one.calls), ""])[one.operator_call] for one in (first, other)]
+    return set(np.flatnonzero(calls[0] != calls[1]).tolist())
 
 
 def _answered_otherwise(first: Recording, record_otherwise: Callable[[str], Recording]) -> Recording:
@@ -363,6 +380,8 @@ def is_open(recording: Recording) -> bool:
 def settled_like(recording: Recording, settled: Recording) -> Recording:
     """A recording at another batch size with the same guess turned, and what was found about the guesses."""
     found = {name: settled.facts[name] for name in ("conditions", "bounds", "least_fraction", "otherwise")}
+    same_operators = len(recording.operator_name) == len(settled.operator_name)
+    found["selected"] = settled.facts.get("selected") if same_operators else None
     return replace(recording, facts=recording.facts | found)
 
 

@@ -149,7 +149,7 @@ def test_a_guard_lets_the_code_go_on(answers, guard):
 
 def test_a_loop_that_waits_ends(answers):
     rounds = 0
-    while not torch.rand(()) > 1:
+    while not torch.rand(()) > 0.5:
         rounds += 1
     assert rounds == 1000
 
@@ -158,7 +158,7 @@ def test_a_long_loop_that_waits_ends_sooner_in_each_call_of_a_module_and_is_told
     for call in range(2):
         rounds = 0
         answers.progress = lambda: (200 * rounds, call)  # noqa: B023 - asked inside this round
-        while not torch.rand(()) > 1:
+        while not torch.rand(()) > 0.5:
             rounds += 1
         assert rounds == 50
     [said] = answers.waits
@@ -168,7 +168,7 @@ def test_a_long_loop_that_waits_ends_sooner_in_each_call_of_a_module_and_is_told
 def test_a_condition_of_many_layers_is_no_loop(answers):
     for call in range(200):
         answers.progress = lambda: (1_000_000 * call, call)  # noqa: B023 - asked inside this round
-        assert not torch.rand(()) > 1
+        assert not torch.rand(()) > 0.5
     assert not answers.waits
 
 
@@ -187,6 +187,26 @@ def test_a_condition_that_mixes_in_something_else_is_not_known(answers):
     x = torch.rand(())
     found = bool(torch.isfinite(x) & (x > 0))  # in an `assert` it would be what lets the code go on
     assert not found
+    assert len(answers.guesses) == 1
+
+
+def test_what_holds_for_all_numbers_drawn_is_known(answers):
+    drawn = torch.rand([])
+    for _ in range(2):
+        never = [bool(found) for found in (drawn < 0.0, drawn <= -0.1, drawn >= 1, drawn > 1.0)]
+        always = [bool(found) for found in (drawn >= 0, drawn < 1, drawn <= 1.0, drawn > -1)]
+        assert (never, always) == ([False] * 4, [True] * 4)
+        drawn = torch.rand_like(drawn, dtype=torch.bfloat16)
+    everywhere = bool((torch.rand(3, 4, generator=torch.Generator()) < 1).all())
+    assert everywhere
+    assert not answers.guesses
+
+
+@pytest.mark.parametrize("compare", [lambda x: x > 0, lambda x: x <= 0, lambda x: x < 0.1, lambda x: x - 1 < 0,
+                                     lambda x: x.sub_(1) < 0, lambda x: x < torch.rand(())])  # fmt: skip
+def test_what_differs_between_numbers_drawn_is_a_guess(answers, compare):
+    taken = bool(compare(torch.rand([])))
+    assert not taken
     assert len(answers.guesses) == 1
 
 

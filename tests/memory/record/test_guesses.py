@@ -93,6 +93,21 @@ class Selecting(Perceptron):
         return super().loss(batch) + self.layers[0](x.repeat(200, 1)[y.repeat(200, 1)[:, 0] > 1]).sum()
 
 
+class SelectingOften(Selecting):
+    """What is selected decides how many operators run."""
+
+    def loss(self, batch):
+        loss = super().loss(batch)
+        for _ in range(min(3, len(torch.nonzero(batch[1] > 1)))):
+            loss = loss * 2
+        return loss
+
+
+class SelectingKnown(Perceptron):
+    def loss(self, batch):
+        return super().loss(batch) + batch[0][:3, torch.eye(3).nonzero()[:, 0]].sum()
+
+
 class Remembering(Perceptron):
     history = 5
 
@@ -138,6 +153,20 @@ def test_a_selection_taken_whole_is_an_upper_bound_that_makes_nothing_too_large(
     assert any("upper bound" in reason for reason in roomy.reasons)
     too_small_for_all = roomy.outside_bytes[1] + roomy.device_reserved_bytes - (1 << 20)
     assert estimate(found, target_of(too_small_for_all)).verdict == "unknown"
+
+
+def test_operators_whose_sizes_a_selection_decides_are_known():
+    found = settled(Selecting)
+    sized = [found.operator_name[place] for place in found.facts["selected"]]
+    names = {found.names[name].partition(".")[0] for name in sized}
+    assert {"index", "addmm", "mm"} <= names
+    assert not {"mse_loss", "_foreach_add_"} & names
+    assert 0 < len(sized) < len(found.operator_name) / 2
+    assert settled(SelectingKnown).facts["selected"] == []
+
+
+def test_a_selection_that_decides_what_runs_tells_no_sizes():
+    assert settled(SelectingOften).facts["selected"] is None
 
 
 @pytest.mark.slow
