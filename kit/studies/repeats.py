@@ -56,6 +56,8 @@ class RunSource:
     """Whether an earlier trial is run again also when this user did not write it here."""
     batch_size: int | None = None
     """Samples per batch on each device, instead of what data of the caller's own makes."""
+    repeats_batch: bool = False
+    """Whether the first batch is trained on again and again, so that nothing is read beside."""
 
     @classmethod
     def of(cls, given: Sequence[Any], **named: Any) -> RunSource:
@@ -83,9 +85,11 @@ class RunSource:
     def start(self, config: Config) -> Trial:
         """A trial that tries it out with another config: what it writes is kept from everybody."""
         if self.earlier is not None:
-            trial = Trial(again(self.earlier.paths, config, self.trust, self.batch_size), config)
+            paths = again(self.earlier.paths, config, self.trust, self.batch_size, self.repeats_batch)
+            trial = Trial(paths, config)
         else:
-            return try_out(self.module, self.data, config, batch_size=self.batch_size)
+            given = (self.module, self.data, config)
+            return try_out(*given, batch_size=self.batch_size, repeats_batch=self.repeats_batch)
         trial.submit()
         return trial
 

@@ -9,15 +9,18 @@ loaders made anew; kit's own takes the size. A loader that makes its batches by 
 
 `LeversUsed` writes what the levers of a fit really did, once its first batch is done: the optimizer may have become
 another, a kernel may have been ruled out, blocks may have been left alone. `kit.trial.settings_used` tells it.
+
+`BatchRepeated` makes a fit one of the first batch alone, for the time that a step takes where nothing is read beside.
 """
 
 from __future__ import annotations
 
 import contextlib
+import copy
 import linecache
 import time
 import warnings
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -25,6 +28,7 @@ import cloudpickle
 from lightning.fabric.utilities.rank_zero import rank_zero_only
 from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer, seed_everything
 from lightning.pytorch.loggers import Logger
+from lightning.pytorch.loops.fetchers import _DataFetcher, _PrefetchDataFetcher
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 from typing_extensions import override
 
@@ -93,6 +97,7 @@ def fit(context: Context) -> None:
             *([DeviceLimit(limit_bytes)] if limit_bytes else []),
             *([AttentionKernel(AUTO)] if config.levers.attention == AUTO else []),  # a lever counts by itself
             UnusedParameters(),
+            *([BatchRepeated()] if environment.get("repeats_batch") else []),
             LoaderUsed(context),
             LeversUsed(context),
             *([StepWork(context), load("fit.host")(context, clock)] if config.trial.count_work else []),
@@ -303,3 +308,40 @@ class LeversUsed(Callback):
             attention_here=[name for name, reason in missing.items() if not reason],
             attention_missing={name: reason for name, reason in missing.items() if reason},
         )
+
+
+class OneBatch(_DataFetcher):
+    """Hands the first batch of another fetcher again and again, whose loader and its processes have ended by then."""
+
+    def __init__(self, given: _DataFetcher, is_copied: bool) -> None:
+        super().__init__()
+        self._given, self._is_copied = given, is_copied
+        self.iterator = self._repeated()
+
+    def _repeated(self) -> Iterator[Any]:
+        held = next(self._given)
+        self._given.combined_loader.reset()
+        while True:
+            yield copy.deepcopy(held) if self._is_copied else held
+
+    @override
+    def __iter__(self) -> OneBatch:
+        return self  # an epoch that begins reads nothing anew
+
+    @override
+    def teardown(self) -> None:
+        self._given.combined_loader.reset()
+
+
+class BatchRepeated(Callback):
+    """Trains on the first batch again and again."""
+
+    @override
+    def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        loop = trainer.fit_loop
+        if isinstance(loop._data_fetcher, OneBatch):
+            return
+        if not isinstance(loop._data_fetcher, _PrefetchDataFetcher):
+            raise ConfigError([Problem("module", "its training_step takes the loader, so no batch can be repeated")])
+        # A module may change its batch in place; one that goes to a device is another each time.
+        loop._data_fetcher = OneBatch(loop._data_fetcher, is_copied=trainer.strategy.root_device.type == "cpu")

@@ -64,7 +64,7 @@ _PACKAGES = ("kit", "torch", "lightning", "zarr", "fsspec", "gcsfs", "numpy", "p
 def prepare(
     module: object, data: object, config: object, batch_size: int | None = None,
     profile: Mapping[str, str] | None = None, job: str | None = None, confined: str = "", kind: RunKind = "trial",
-    logger: object = None, callbacks: object = (), trainer: object = None,
+    logger: object = None, callbacks: object = (), trainer: object = None, repeats_batch: bool = False,
 ) -> RunPaths:  # fmt: skip
     """A complete run directory for this trial.
 
@@ -80,6 +80,7 @@ def prepare(
         logger: As `kit.fit` takes it.
         callbacks: As `kit.fit` takes them.
         trainer: As `kit.fit` takes it.
+        repeats_batch: Train on the first batch again and again, so that nothing is read beside.
 
     Its GPUs are claimed for it: whoever starts it hands them to the supervisor.
 
@@ -100,7 +101,7 @@ def prepare(
     batch = None if rule is None else asdict(rule)
     options: dict[str, Any] = {
         "batch_size": batch_size, "profile": profile, "job": job, "batch": batch, "confined": confined or None,
-        "trainer": trainer_parts.summary() or None, "kind": kind,
+        "trainer": trainer_parts.summary() or None, "kind": kind, "repeats_batch": repeats_batch or None,
     }  # fmt: skip
     given = given_of(module_part, data_part)
     with _devices_taken(config) as taken:
@@ -166,7 +167,9 @@ def _fill(payload: bytes, given: Mapping[str, str], config: Config, taken: Taken
     return paths
 
 
-def again(earlier: RunPaths, config: Config, trust: bool = False, batch_size: int | None = None) -> RunPaths:
+def again(
+    earlier: RunPaths, config: Config, trust: bool = False, batch_size: int | None = None, repeats_batch: bool = False
+) -> RunPaths:  # fmt: skip
     """A run directory to try out what `earlier` ran with another config: module and data are taken as they were sent.
 
     Args:
@@ -174,6 +177,7 @@ def again(earlier: RunPaths, config: Config, trust: bool = False, batch_size: in
         config: What to run it with.
         trust: Run it also when this user did not write it here.
         batch_size: As `prepare` takes it; None leaves it as it was.
+        repeats_batch: As `prepare` takes it.
 
     Raises:
         ConfigError, HardwareError, StoreError: see the module's first lines.
@@ -186,6 +190,7 @@ def again(earlier: RunPaths, config: Config, trust: bool = False, batch_size: in
     options: dict[str, Any] = {name: before[name] for name in ("batch_size", "trainer") if name in before}
     options |= {"confined": REHEARSAL, "kind": "repeat"}
     options |= {} if batch_size is None else {"batch_size": batch_size}
+    options |= {"repeats_batch": True} if repeats_batch else {}
     rule = BatchRule.of_environment(before) if batch_size is None else None
     if rule is not None:
         size = config.loader.batch_size

@@ -55,16 +55,18 @@ _INTERRUPT_SECONDS = 10.0
 
 
 def try_out(
-    module: Any, data: Any, config: Config, kind: RunKind = "repeat", batch_size: int | None = None
+    module: Any, data: Any, config: Config, kind: RunKind = "repeat", batch_size: int | None = None,
+    repeats_batch: bool = False,
 ) -> Trial:  # fmt: skip
     """Start a trial for its measurements alone: what its hooks write reaches nobody.
 
-    `batch_size` as `kit.trial.submit.prepare` takes it.
+    `batch_size` and `repeats_batch` as `kit.trial.submit.prepare` takes them.
 
     Raises:
         ConfigError, HardwareError, StoreError: as `fit`.
     """
-    trial = Trial(prepare(module, data, config, batch_size, confined=REHEARSAL, kind=kind), config)
+    paths = prepare(module, data, config, batch_size, confined=REHEARSAL, kind=kind, repeats_batch=repeats_batch)
+    trial = Trial(paths, config)
     trial.submit()
     return trial
 

@@ -17,7 +17,7 @@ from kit.config import Config
 from kit.errors import ConfigError, TrialError
 from kit.studies.diagnosis.diagnose import diagnose, finding_html, judge
 from kit.studies.diagnosis.evidence import StoreLayout
-from kit.studies.diagnosis.rule import BETWEEN_TRIALS, ahead_in_processes, ahead_in_threads
+from kit.studies.diagnosis.rule import BETWEEN_TRIALS, ahead_in_processes, ahead_in_threads, bounded
 from kit.studies.diagnosis.rules import RULES
 from kit.studies.diagnosis.unit_costs import LOOP, PAGE, VALUE, Decoded, decoded, unit_costs
 from kit.studies.profiling.trace import TraceInfo
@@ -384,6 +384,30 @@ def test_pictures_gain_by_what_decoding_one_of_them_smaller_was_timed_to_take():
     assert effect(guessed)[1] > effect(timed)[1], "a constant"
     no_smaller = replace(guessed, decoded={"PIL": Decoded(0.06, 0.06, 1.0)})
     assert effect(no_smaller) == pytest.approx((1, 1))
+
+
+def test_reading_gains_until_the_training_alone_sets_the_pace():
+    """Half a second beside the reading; a quarter alone, or no less than before."""
+    effect = next(rule.effect for rule in RULES if rule.name == "images decoded at full size")
+    in_workers = FAULTS["images decoded at full size"]
+    assert effect(in_workers) == pytest.approx((2, 2))
+    assert effect(replace(in_workers, alone_seconds=0.25)) == pytest.approx((2, 4))
+    assert effect(replace(in_workers, alone_seconds=0.8)) == pytest.approx((1.25, 1.25))
+    lines = [line("data.py, line 3, in __getitem__", package="PIL", part="wait", fraction=0.5)]
+    hosts = {0: host(lines=lines, reads={"PIL": {"pixels": 640_000}}, pixels=4096)}
+    own = evidence(shares=shares(wait=0.5), hosts=hosts, decoded={"PIL": Decoded(0.05, 0.01, 0.1)})
+    assert effect(own) == effect(replace(own, alone_seconds=0.4)), "nothing is read beside"
+
+
+def test_no_cure_of_reading_is_promised_more_than_a_step_without_any():
+    found = evidence(shares=shares(wait=0.5, validation=0.1), alone_seconds=0.15)
+    assert bounded((1.5, 9.0), found, "wait") == pytest.approx((1.5, 4))
+    assert bounded((1.5, 9.0), found, "forward") == (1.5, 9.0)
+    assert bounded((1.5, 9.0), replace(found, alone_seconds=None), "wait") == (1.5, 9.0)
+    assert bounded((1.5, 9.0), replace(found, alone_seconds=2.0), "wait") == (1, 1)
+    told = replace(FAULTS["waiting for data"], alone_seconds=0.25)
+    (finding,) = (one for one in judge(told, source(told)).findings if one.rule.part == "wait")
+    assert "alone takes 250 ms" in finding.sentence
 
 
 @pytest.mark.parametrize("package", ["PIL", "cv2"])

@@ -1,13 +1,30 @@
 """When a gain that short trials measure is known: pairs in turn, and what a machine that drifts does to them."""
 
 import math
+import multiprocessing
 import random
+import time
+from dataclasses import replace
 
 import pytest
-from diagnosis_parts import evidence, source, work
+import torch
+from diagnosis_parts import evidence, shares, source, work
+from torch.utils.data import DataLoader, Dataset, IterableDataset
 
+import kit
 from kit.studies.diagnosis import gains as room
-from kit.studies.diagnosis.gains import LEAST_PAIRS, PAIRS, decided, difference, measured_gains, worth_measuring
+from kit.studies.diagnosis.gains import (
+    LEAST_PAIRS,
+    PAIRS,
+    decided,
+    difference,
+    few_steps,
+    measured_gains,
+    training_alone,
+    worth_measuring,
+)
+from kit.studies.repeats import RunSource
+from kit.testing import TinyModule
 
 THRESHOLD = 1.15
 
@@ -99,3 +116,84 @@ def test_no_larger_batch_is_tried_where_most_of_a_step_is_no_training(part):
     found = evidence(work=work(samples=4), shares={**few, "backward": 1 - sum(few.values())})
     assert "batch too small" not in worth_measuring(found)
     assert "batch too small" in worth_measuring(evidence(work=work(samples=4)))
+
+
+class SlowToRead(Dataset):
+    """Three batches of four, each sample another."""
+
+    def __len__(self):
+        return 12
+
+    def __getitem__(self, index):
+        time.sleep(0.04)
+        return torch.full((8,), float(index + 1)), torch.ones(1)
+
+
+class Writing(TinyModule):
+    """Changes its batch in place, and logs what that was before and how many processes live beside."""
+
+    def training_step(self, batch, batch_idx):
+        self.log("seen", batch[0].sum())
+        self.log("processes", float(len(multiprocessing.active_children())))
+        batch[0].div_(100)
+        return super().training_step(batch, batch_idx)
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_repeated_batch_is_as_it_was_read_and_nothing_is_read_beside(config, workers):
+    """Over more than one epoch, while each epoch has three batches."""
+    given = RunSource(Writing, DataLoader(SlowToRead(), batch_size=4, num_workers=workers), config())
+    found = evidence(shares=shares(wait=0.5), workers=workers)
+    read, repeated = (few_steps(replace(given, repeats_batch=one), found) for one in (False, True))
+    assert len({step["metrics"]["seen"] for step in read}) > 1
+    assert {step["metrics"]["seen"] for step in repeated} == {8 * (1 + 2 + 3 + 4)}
+    assert len(repeated) >= 2
+    assert {step["metrics"]["processes"] for step in repeated} == {0}
+
+
+class Endless(IterableDataset):
+    def __iter__(self):
+        return ((torch.full((8,), float(number)), torch.ones(1)) for number in range(1, 1000))
+
+
+def test_ranks_that_repeat_a_batch_of_no_known_number_time_as_many_steps(config):
+    given = RunSource(Writing, DataLoader(Endless(), batch_size=4), config(ranks=2), repeats_batch=True)
+    steps = few_steps(given, evidence(world_size=2))
+    counts = [sum(step["rank"] == rank for step in steps) for rank in (0, 1)]
+    assert counts[0] == counts[1] >= 2
+    assert {step["metrics"]["seen"] for step in steps if "metrics" in step} == {8 * (1 + 2 + 3 + 4)}
+
+
+def test_kits_own_loader_ends_once_its_first_batch_is_repeated(own):
+    steps = few_steps(RunSource(None, None, own(), repeats_batch=True), evidence(own_loader=True))
+    assert len(steps) >= 2
+    assert len({step.get("requests") for step in steps}) == 1, "nothing is read beside"
+
+
+def test_the_training_alone_bounds_what_a_diagnosis_promises_of_reading(config):
+    """A batch is read in 160 ms by a process; the module takes 50."""
+    data = DataLoader(SlowToRead(), batch_size=4, num_workers=1, persistent_workers=True)
+    trial = kit.fit(config(max_steps=12, warmup_steps=2), lambda: TinyModule(seconds=0.05), data).wait()
+    found = kit.studies.diagnose(trial, peaks=False)
+    alone, step = found.evidence.alone_seconds, found.evidence.step_seconds
+    assert 0.05 <= alone < step / 2
+    of_reading = [one for one in found.findings if one.rule.part == "wait"]
+    assert of_reading
+    for finding in of_reading:
+        assert "training alone takes" in finding.sentence
+        assert finding.predicted_gain is None or finding.predicted_gain <= step / alone
+    opened = RunSource.of([trial])
+    for one in ({"shares": shares(wait=0.01)}, {"workers": 0}):
+        assert training_alone(replace(found.evidence, **one), opened) == (None, [])
+
+
+def test_a_module_that_takes_the_loader_itself_is_a_note(config):
+    class Taking(TinyModule):
+        def training_step(self, dataloader_iter):
+            batch, _, _ = next(dataloader_iter)
+            return super().training_step(batch, 0)
+
+    given = RunSource(Taking, DataLoader(SlowToRead(), batch_size=4), config())
+    alone, (note,) = training_alone(evidence(shares=shares(wait=0.5)), given)
+    assert alone is None
+    assert "takes the loader" in note

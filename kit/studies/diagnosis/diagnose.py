@@ -37,14 +37,14 @@ from kit.records.trace import PHASE_LABELS, PHASES
 from kit.registry import Drawable, display
 from kit.speed.peaks import Peaks, device_peaks
 from kit.studies.diagnosis.evidence import BUSY_FRACTION, Evidence, evidence_of
-from kit.studies.diagnosis.gains import measured_gains
-from kit.studies.diagnosis.rule import Change, Range, Rule, middle, show, widened
+from kit.studies.diagnosis.gains import measured_gains, training_alone
+from kit.studies.diagnosis.rule import Change, Range, Rule, bounded, middle, show, widened
 from kit.studies.diagnosis.rules import RULES
 from kit.studies.profiling.profile import Profile
 from kit.studies.repeats import MOST, RunSource, Tried, try_change
 from kit.tables import FRAME, html_list, html_table, text_table
 from kit.trial.trial import Trial, try_out
-from kit.units import format_bytes, format_count
+from kit.units import format_bytes, format_count, format_seconds
 
 _RULE_NAMES = tuple(rule.name for rule in RULES)
 _COLUMNS = ("rule", "found", "threshold", "source")
@@ -334,7 +334,8 @@ def diagnose(
             that need it.
         profile: A finished profile of the same config, for the rules that need traces and functions.
         short_trials: Whether the module may run for a few steps more, where only that tells an effect: in 16 bits, and
-            with four times a small batch. False leaves out these two rules.
+            with four times a small batch; and, where loader processes are waited for, on one batch again and again.
+            False leaves out the two rules, and takes the training for as slow without reading as beside it.
 
     Returns:
         The findings, the largest gain first. `diagnosis["no prefetch"].try_it()` tries one.
@@ -365,9 +366,9 @@ def diagnose(
     except ValueError as error:
         raise TrialError(f"{trial.name} cannot be diagnosed: {error}") from error
     if short_trials:
-        gains, said = measured_gains(evidence, source)
-        evidence = replace(evidence, measured_gains=gains)
-        notes += said
+        (gains, said), (alone, unknown) = measured_gains(evidence, source), training_alone(evidence, source)
+        evidence = replace(evidence, measured_gains=gains, alone_seconds=alone)
+        notes += [*said, *unknown]
     return judge(evidence, source, notes)
 
 
@@ -428,13 +429,15 @@ def _limit_next(rule: Rule, gain: float | None, evidence: Evidence) -> str:
 
 
 def _finding(rule: Rule, value: float, evidence: Evidence, source: RunSource) -> Finding:
-    change, effect, config = dict(rule.change(evidence)), rule.effect(evidence), evidence.config
+    change, config, alone = dict(rule.change(evidence)), evidence.config, evidence.alone_seconds
+    effect = bounded(rule.effect(evidence), evidence, rule.part)
+    bound = f" The training alone takes {format_seconds(alone)}." if alone and rule.part == "wait" else ""
     try:  # leave out a change that the config refuses or has already
         change = change if config.diff(config.replace(change)) else {}
     except ConfigError:
         change = {}
     return Finding(
-        rule=rule, value=value, sentence=rule.sentence(evidence, value), setting=rule.setting(evidence),
+        rule=rule, value=value, sentence=rule.sentence(evidence, value) + bound, setting=rule.setting(evidence),
         change=change, batch_size=rule.batch_size(evidence), source=source,
         predicted=widened(effect, evidence, rule.part),
         limit_next=_limit_next(rule, middle(effect), evidence),

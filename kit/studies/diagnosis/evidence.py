@@ -159,6 +159,8 @@ class Evidence:
     """What a step of the fullest rank on the CPU allocates and frees again, at its most at a time."""
     measured_gains: Mapping[str, tuple[float, float]] = field(default_factory=dict)
     """Gains of short trials with a change, by the rule that asked for them: from and to."""
+    alone_seconds: float | None = None
+    """`train_seconds` where nothing is read beside, measured by a short trial on one batch; None where it was not."""
     unit_costs: Mapping[str, float] = field(default_factory=dict)
     """Seconds of one small act on this machine (`kit.studies.diagnosis.unit_costs`), of those that the trial made."""
     decoded: Mapping[str, Decoded] = field(default_factory=dict)
@@ -233,6 +235,12 @@ class Evidence:
         """A batch on one rank, from having the batch to requesting the next, without validation."""
         beside = math.fsum(self.shares.get(phase, 0.0) for phase in BESIDE_TRAINING)
         return self.step_seconds * (1 - self.shares.get("wait", math.nan) - beside)
+
+    @property
+    def cured_seconds(self) -> tuple[float, float]:
+        """`train_seconds` with reading cured, at most and at least: as slow beside less of it, or as fast as alone."""
+        alone = self.train_seconds if self.alone_seconds is None else self.alone_seconds
+        return max(self.train_seconds, alone), alone
 
     @property
     def cpu_seconds(self) -> float | None:

@@ -9,19 +9,26 @@ where it shows plainly that there is no gain. While the threshold of the rule li
 
 A run is `SECONDS` long, or `STEPS` steps where that is longer, within `MOST_SECONDS`; batches that loader processes had
 ready before the first step are passed over.
+
+Where a trial waits for data that others read, the training alone is measured so, too (`training_alone`): on its first
+batch again and again, its loader ended. The trial itself knows training only beside the reading, which takes cores from
+it. It may be the user's own and be over long since, so steps of that kind are no part of it. Where the training thread
+reads by itself, nothing runs beside, and training takes after a cure what it took before.
 """
 
 from __future__ import annotations
 
 import math
 import statistics
+from collections import defaultdict
 from dataclasses import replace
 
 from kit.errors import KitError, TrialError
 from kit.events import Event
+from kit.records.trace import BESIDE_TRAINING
 from kit.studies.diagnosis.evidence import Evidence
 from kit.studies.diagnosis.host_rules import may_be_small
-from kit.studies.diagnosis.rule import Range, Rule
+from kit.studies.diagnosis.rule import SLIVER, Range, Rule
 from kit.studies.diagnosis.rules import RULES
 from kit.studies.repeats import RunSource
 
@@ -74,6 +81,21 @@ def measured_gains(found: Evidence, source: RunSource) -> tuple[dict[str, Range]
     return gains, notes
 
 
+def training_alone(found: Evidence, source: RunSource) -> tuple[float | None, list[str]]:
+    """The seconds of a step with nothing read beside, where others read and are waited for; and why not known."""
+    if (found.wait_fraction or 0.0) < SLIVER or not (found.workers or found.own_loader):
+        return None, []
+    try:
+        steps = few_steps(replace(source, repeats_batch=True), found)
+    except KitError as error:
+        return None, [f"how long the training takes without reading was not measured: {error}"]
+    batches: defaultdict[tuple[int, int], list[float]] = defaultdict(list)
+    for step in steps:  # of several batches where gradients are accumulated
+        apart = math.fsum(step[f"{part}_seconds"] for part in ("wait", *BESIDE_TRAINING))
+        batches[int(step["rank"]), int(step["step"])].append(step["step_seconds"] - apart)
+    return statistics.median(map(statistics.fmean, batches.values())), []
+
+
 def _largest(steps: list[Event]) -> int:
     return max((int(step["samples"]) for step in steps), default=0)
 
@@ -96,9 +118,11 @@ def few_steps(source: RunSource, found: Evidence) -> list[Event]:
     Raises:
         KitError: when the trial cannot start, or fails.
     """
-    most = max(2, int(MOST_SECONDS / found.step_seconds))
-    count = min(most, MOST_STEPS, max(STEPS, int(SECONDS / found.step_seconds)))
-    warm = WARMUP_STEPS + min(most, READY_BATCHES * (found.workers or 0))
+    alone = source.repeats_batch
+    step_seconds = max(1e-6, found.train_seconds) if alone else found.step_seconds
+    most = max(2, int(MOST_SECONDS / step_seconds))
+    count = min(most, MOST_STEPS, max(STEPS, int(SECONDS / step_seconds)))
+    warm = WARMUP_STEPS + (0 if alone else min(most, READY_BATCHES * (found.workers or 0)))
     short = source.config.replace({
         "trial.max_steps": warm + count, "trial.warmup_steps": warm, "trial.predict_memory": False,
         "trial.measure_memory": False, "trial.count_work": False, "trial.validate_every_steps": 0,

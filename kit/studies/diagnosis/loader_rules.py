@@ -40,9 +40,9 @@ def _gone_from_reading(found: Evidence, share: float, is_worker: bool, low: floa
     """The gain where of what reads, in the training thread or in workers, between `low` and `high` is gone."""
     if not is_worker:
         return without(share * low, share * high)
-    train, wait = found.train_seconds, found.wait_seconds
-    making = train + wait  # the workers are what sets the pace
-    after = [max(train, making * (1 - share * gone)) for gone in (low, high)]
+    making = found.train_seconds + found.wait_seconds  # the workers are what sets the pace
+    left = zip((low, high), found.cured_seconds, strict=True)
+    after = [max(train, making * (1 - share * gone)) for gone, train in left]
     return making / after[0], making / after[1]
 
 

@@ -155,6 +155,15 @@ def ahead_in_processes(found: Evidence, fewest: int, most: int) -> Range | None:
     return (train + wait) / low, (train + wait) / high
 
 
+def bounded(effect: Range | None, found: Evidence, part: str) -> Range | None:
+    """An effect on reading, at most that of a step without any: the training alone, and what comes beside it."""
+    if effect is None or part != "wait" or found.alone_seconds is None:
+        return effect
+    beside = max(0.0, found.step_seconds - found.wait_seconds - found.train_seconds)
+    most = max(1.0, found.step_seconds / (found.alone_seconds + beside))
+    return min(effect[0], most), min(effect[1], most)
+
+
 def widened(effect: Range | None, found: Evidence, part: str) -> Range | None:
     """An effect with two standard errors of all that was measured; its middle stays.
 
