@@ -217,6 +217,7 @@ def _convolution_backward(args: Sequence[Any], out: Any) -> int:
     least_bytes = max(first, second, int(weight.nbytes))
     if (
         groups == 1
+        and not _lies_channels_last(values)
         and weight.numel() > _MOST_NUMBERS_OF_MANY
         and weight.nbytes > _HEAVY * (gradient.nbytes + values.nbytes)
     ):

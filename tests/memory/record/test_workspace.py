@@ -157,7 +157,7 @@ def test_what_would_take_gigabytes_is_asked_about_with_less(monkeypatch):
 @pytest.mark.parametrize(
     ("shape", "weight", "groups"),
     [((16, 320, 2, 2), (320, 1, 7, 7), 320), ((16, 64, 8, 8), (256, 64, 1, 1), 1), ((8, 3, 32, 32), (40, 3, 4, 4), 1),
-     ((64, 96, 28, 28), (192, 96, 3, 3), 1)],
+     ((8, 512, 7, 7), (512, 512, 3, 3), 1), ((64, 96, 28, 28), (192, 96, 3, 3), 1)],
 )  # fmt: skip
 def test_convolutions_of_values_that_lie_channels_last_lay_their_weights_out_anew(dtype, shape, weight, groups):
     """The last is so long that smaller batches are asked about."""
