@@ -158,9 +158,7 @@ def _become(asked: dict[str, Any], streams: list[int]) -> None:
 if __name__ == "__main__":
     if sys.argv[1] == "ask":
         _ask(*sys.argv[2:])
-    from kit.machine.processes import LOAD_DEFAULTS
-
-    os.environ.update({**LOAD_DEFAULTS, "OMP_NUM_THREADS": "1"})  # as those that ask have it; read when libraries load
+    os.environ["OMP_NUM_THREADS"] = "1"  # as those that ask have it; read when libraries load
     for _name in _LOADED:
         importlib.import_module(_name)
     for _name in _RUN:  # each is __main__ when it is run, and must not have been imported before

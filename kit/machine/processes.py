@@ -39,9 +39,6 @@ _TICK_SECONDS = 0.1
 LONGEST_SOCKET_FOLDER = 104 - 1 - 33
 SCRATCH = "KIT_SCRATCH"
 """The variable that names the scratch folder of a trial to its processes."""
-LOAD_DEFAULTS = {"OMP_WAIT_POLICY": "passive"}
-"""Set where the user has not, before libraries are loaded. Threads that spin while they wait take the cores of those
-they wait for: with one of two cores busy, steps of a small U-Net took five times as long."""
 NOTE = "process-"
 LINUX = sys.platform == "linux"
 

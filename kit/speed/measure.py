@@ -262,7 +262,7 @@ def _path(config: Config, resolved: Resolved) -> Path:
     return runs_folder(config.trial.folder) / ".calls" / f"{key}.json"
 
 
-_FORMAT = 2
+_FORMAT = 3
 
 
 def _read(path: Path) -> CostTable | None:

@@ -32,11 +32,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from kit.machine.processes import LOAD_DEFAULTS
-
-if __name__ == "__main__":  # a rank, however it was started; libraries read these once, when they are loaded
-    for _name, _value in LOAD_DEFAULTS.items():
-        os.environ.setdefault(_name, _value)
+if __name__ == "__main__":  # a rank, however it was started
     gc.disable()  # until all is imported: collections among a million new objects take a fifth of that time
 
 import torch

@@ -40,7 +40,7 @@ class SupervisorHandle:
             stdin=subprocess.PIPE,
             stdout=self._output,
             stderr=self._output,
-            env={**processes.LOAD_DEFAULTS, **os.environ, "PYTHONPATH": python_path(os.environ)},
+            env={**os.environ, "PYTHONPATH": python_path(os.environ)},
             start_new_session=True,
         )
         self._lock = threading.Lock()

@@ -34,7 +34,6 @@ from kit.config import Config
 from kit.errors import KitWarning
 from kit.events import EventWriter
 from kit.json_text import read_json
-from kit.machine import processes
 from kit.machine.processes import (
     SCRATCH,
     die_with_parent,
@@ -52,7 +51,7 @@ from kit.trial.context import Context, confine_rank, confined_job
 from kit.trial.directory import Control, RunPaths
 from kit.trial.verdict import EXIT_CANNOT_WRITE, EXIT_FAILED, describe_failure
 
-_READ_AT_LOAD = re.compile(r"OMP_NUM_THREADS|MKL_.*|PYTORCH_.*ALLOC.*|CUDA_MODULE_LOADING")
+_READ_AT_LOAD = re.compile(r"OMP_(NUM_THREADS|WAIT_POLICY)|GOMP_SPINCOUNT|MKL_.*|PYTORCH_.*ALLOC.*|CUDA_MODULE_LOADING")
 _MOST_DESCRIPTORS = 1 << 20
 _LOG_FLAGS = os.O_WRONLY | os.O_CREAT | os.O_APPEND
 
@@ -79,7 +78,6 @@ def launch_variables(
     interface, also because it would otherwise look up the host's own name, which not every container can resolve.
     """
     return {
-        **processes.LOAD_DEFAULTS,
         **variables,
         **rendezvous.INTERFACES,
         "CUDA_VISIBLE_DEVICES": ",".join(devices),

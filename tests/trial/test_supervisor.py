@@ -81,7 +81,15 @@ class Telling(TinyModule):
 
 
 @pytest.mark.parametrize(
-    "name", ["OMP_NUM_THREADS", "MKL_NUM_THREADS", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"]
+    "name",
+    [
+        "OMP_NUM_THREADS",
+        "OMP_WAIT_POLICY",
+        "GOMP_SPINCOUNT",
+        "MKL_NUM_THREADS",
+        "PYTORCH_CUDA_ALLOC_CONF",
+        "PYTORCH_ALLOC_CONF",
+    ],
 )
 def test_which_variables_matter_when_they_differ(name):
     assert differing_variables({}, {name: "1"}) == [name]
