@@ -1,8 +1,9 @@
 """CallTimer: a call made again with tensors of its own, and timed: repeats, low quantiles, a watch over the machine.
 
 Tensors get numbers from 0.5 to 1.5, so that no logarithm or root fails and nothing underflows; whole numbers stay
-within what they index. Sets of arguments take turns until they fill the caches, as in a step, where a call rarely finds
-what it needs in the nearest one. What cannot be made again (a generator's state, a handle) is not timed.
+within what they index. Sets of arguments take turns, together more than a cache holds, as in a step: weights, the
+optimizer's state and what a backward pass reads were last used half a step before or longer. What cannot be made again
+(a generator's state, a handle) is not timed.
 
 A time is the low decile of several repeats, since whatever else runs can only slow them. `OtherLoad` tells how many
 cores other programs used meanwhile: a table taken beside them is not kept.
@@ -20,7 +21,7 @@ from torch import Tensor
 
 from kit.memory.replay.calls import OperatorCall, TensorSpec
 
-CACHE_BYTES, MOST_SETS, LEAST_BYTES = 48 << 20, 6, 1 << 17
+CACHE_BYTES, MOST_SETS, LEAST_BYTES = 64 << 20, 64, 1 << 16
 _REPEATS, _MOST_REPEATS = 5, 60
 _CALL_SECONDS, _SAMPLE_SECONDS = 0.06, 2e-4
 _MOST_BYTES = 4 << 30
@@ -40,8 +41,9 @@ def time_call(call: OperatorCall, device: torch.device, seconds: float = _CALL_S
         return None
     try:
         function = _function(call.operator)
-        sets = 1 if size < LEAST_BYTES else max(1, min(MOST_SETS, CACHE_BYTES // size))
-        given = [_arguments(call, device) for _ in range(sets)]
+        sets = 1 if size < LEAST_BYTES else max(1, min(MOST_SETS, -(-CACHE_BYTES // size)))
+        given = [_arguments(call, device)]
+        given += [_copied(given[0]) for _ in range(sets - 1)]
         with torch.no_grad():
             return _timed(function, given, device, seconds)
     except Exception:  # whatever an operator refuses
@@ -84,6 +86,15 @@ def _arguments(call: OperatorCall, device: torch.device) -> tuple[list[Any], dic
     args = [_made(value, device, bound) for value in call.arguments]
     named = {name: _made(value, device, bound) for name, value in call.named}
     return args, {name: value for name, value in named.items() if value is not None}
+
+
+def _copied(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        numbers = value.untyped_storage().clone()  # type: ignore[no-untyped-call]
+        return value.new_empty(0).set_(numbers, value.storage_offset(), value.shape, value.stride())
+    if isinstance(value, dict):
+        return {name: _copied(item) for name, item in value.items()}
+    return type(value)(map(_copied, value)) if isinstance(value, list | tuple) else value
 
 
 def _made(value: Any, device: torch.device, bound: int) -> Any:

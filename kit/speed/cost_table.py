@@ -40,15 +40,16 @@ class CostTable:
     measured: Mapping[OperatorCall, float]
     """Seconds of each call that was measured."""
     call_seconds: float = 0.0
-    """Of the host for each call, beside the call itself: Python and autograd."""
-    byte_seconds: float = 0.0
-    """For each byte that a call writes, beside the call itself: memory that the system hands out anew."""
+    """Of the host for each call of a backward pass, beside the call itself: autograd."""
+    forward_call_seconds: float = 0.0
+    """For each call of a forward pass: modules and hooks in Python, and autograd's graph."""
     step_seconds: float = 0.0
     """Of the Trainer for each batch."""
     checkpoint_call_seconds: float = 0.0
     """Of the host for each checkpointed call, beside the operators that it repeats."""
     checkpoint_operator_seconds: float = 0.0
     """Of the host for each of those, beside the operator: what it saves goes through hooks in Python."""
+    optimizer_call_seconds: float = 0.0
     doubt: float = 1.15
     asynchronous: bool = False
     link: Link | None = None
@@ -56,9 +57,11 @@ class CostTable:
     host_known: bool = True
     """Whether the seconds of the host were measured, and not only calls."""
 
-    def host_seconds(self, phase: str) -> float:  # noqa: ARG002
-        """Of the host for each call."""
-        return self.call_seconds
+    def host_seconds(self, phase: str) -> float:
+        """Of the host for each call in a phase."""
+        if phase == "optimizer":
+            return self.optimizer_call_seconds
+        return self.call_seconds if phase == "backward" else self.forward_call_seconds
 
     def checkpoint_seconds(self, operators: int) -> float:
         """Of the host for a checkpointed call that repeats so many operators, beside those."""
@@ -78,11 +81,11 @@ class CostTable:
 
     def cost(self, call: OperatorCall, work: Work) -> Cost:
         """Of one call."""
-        known, fresh = self.measured.get(call), self.byte_seconds * work.written_bytes
+        known = self.measured.get(call)
         compute, memory = self._roof_parts(work, _dtype(call))
-        bound = slowest(compute, memory + fresh, self._least)
+        bound = slowest(compute, memory, self._least)
         if known is not None:
-            return Cost(known + fresh, MEASURED_DOUBT, "measured", bound)
+            return Cost(known, MEASURED_DOUBT, "measured", bound)
         if work.kind == "communication":
             return Cost(0.0, 1.0, "measured", bound)
         if work.kind == "view":
@@ -91,8 +94,8 @@ class CostTable:
         if found is not None:
             seconds, distance = found
             doubt = NEAR_DOUBT if distance < _FAR else FAR_DOUBT
-            return Cost(seconds + fresh, doubt, "near" if distance < _FAR else "scaled", bound)
-        return Cost(self._least + compute + memory + fresh, ROOF_DOUBT, "roofline", bound)
+            return Cost(seconds, doubt, "near" if distance < _FAR else "scaled", bound)
+        return Cost(self._least + compute + memory, ROOF_DOUBT, "roofline", bound)
 
     def _from_near(self, call: OperatorCall, work: Work) -> tuple[float, float] | None:
         alike = self._by_operator.get(call.operator) or self._by_operator.get(_base(call.operator))
@@ -181,7 +184,8 @@ class CostTable:
 
 
 _OF_HOST = (
-    "call_seconds", "byte_seconds", "step_seconds", "checkpoint_call_seconds", "checkpoint_operator_seconds",
+    "call_seconds", "forward_call_seconds", "optimizer_call_seconds", "step_seconds", "checkpoint_call_seconds",
+    "checkpoint_operator_seconds",
 )  # fmt: skip
 _KEPT = ("name", *_OF_HOST, "asynchronous")
 

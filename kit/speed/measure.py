@@ -327,7 +327,8 @@ def _measured(
     if host:
         costs: dict[str, Any] = found["host"]
         table = dataclasses.replace(
-            table, call_seconds=costs["call"], byte_seconds=costs["byte"], step_seconds=costs["batch"],
+            table, call_seconds=costs["backward"], forward_call_seconds=costs["forward"],
+            optimizer_call_seconds=costs["optimizer"], step_seconds=costs["batch"],
             checkpoint_call_seconds=costs["checkpoint call"], checkpoint_operator_seconds=costs["checkpoint operator"],
             asynchronous=resolved.accelerator == "gpu", host_known=True,
         )  # fmt: skip

@@ -1,10 +1,10 @@
 """The job that measures what calls cost on this machine's device, in a process of its own.
 
-`host costs` come from small modules of kit's own, each trained for some steps by the same Trainer as in a trial: what a
-step takes beyond the sum of its calls is Python, autograd, the Trainer, and fresh memory that the system has to hand
-out page by page. Least squares give seconds for each call, for each byte written, and for each batch:
+The costs of the host come from tiny modules of kit's own, each trained for some steps by the same Trainer as in a
+trial: what a phase of a step takes beyond its calls is modules and hooks in Python, autograd's graph, the optimizer's
+loop. Least squares give seconds for each call of a phase and for each batch; what no phase has is the Trainer's:
 
-    step - calls = per_call × calls + per_byte × written bytes + per_batch
+    phase - calls = per_call × calls + per_batch
 
 Several ranks time the same calls at once, since they share caches, memory and power; rank 0 tells its figures. What
 joins them is timed by sums over all ranks of several sizes, which take turns so that none finds its numbers in a cache,
@@ -42,8 +42,9 @@ from kit.machine.machine import hardware
 from kit.memory.record.dry_run import DryRun, record
 from kit.memory.record.fakes import is_emulated
 from kit.memory.replay.calls import OperatorCall
+from kit.memory.replay.replay import PHASES
 from kit.speed.call_timer import OtherLoad, time_call
-from kit.speed.operators import StepOperators, step_of
+from kit.speed.operators import step_of
 from kit.train.rendezvous import open_store
 from kit.train.trainer import make_trainer
 from kit.trial.context import Context
@@ -60,7 +61,8 @@ _REPEATED, _CHECKPOINTED_STEPS = (2, 40), 100
 _LINK_BYTES, _LINK_REPEATS = (1 << 12, 1 << 16, 1 << 20, 1 << 22, 25 << 20, 25 << 20), 16
 """The last two together are more than caches keep."""
 _MEETINGS, _ROUND_SECONDS = 40, 0.03
-_PARTS = ("transfer", "forward", "backward", "optimizer", "other")
+_HOST_PHASES = ("forward", "backward", "optimizer")
+_PARTS = ("transfer", *_HOST_PHASES, "other")
 
 
 def time_calls(context: Context) -> None:
@@ -173,31 +175,39 @@ def _timed(
 
 
 def _host_costs(context: Context, device: torch.device, measured: dict[OperatorCall, float]) -> dict[str, float]:
-    rows, gaps, weights = [], [], []
-    for module, data, precision in _modules(device):
-        config = context.config.replace({"trial.max_steps": _STEPS, "levers.accumulate_grad_batches": 1})
-        kind: Any = "cpu" if device.type == "cpu" else "cuda"
-        capability = torch.cuda.get_device_capability(device) if kind == "cuda" else None
-
-        def given(data: Any = data) -> dict[str, Any]:
-            return {"datamodule": data()}
-
-        recording = record(module, given, DryRun(config, precision, 1, kind, capability))
-        step = step_of(recording)
+    """Seconds of the host by name; the calls of typical modules are timed too, as a table starts with them."""
+    config = context.config.replace({"trial.max_steps": _STEPS, "levers.accumulate_grad_batches": 1})
+    kind: Any = "cpu" if device.type == "cpu" else "cuda"
+    capability = torch.cuda.get_device_capability(device) if kind == "cuda" else None
+    counts: dict[str, list[float]] = {phase: [] for phase in _HOST_PHASES}
+    gaps: dict[str, list[float]] = {phase: [] for phase in _HOST_PHASES}
+    took: dict[str, list[float]] = {part: [] for part in _PARTS}
+    tiny = _tiny_modules()
+    for module, data, precision in (*_typical_modules(device), *tiny):
+        given = cast(Callable[[], dict[str, Any]], partial(dict, datamodule=data()))
+        step = step_of(record(module, given, DryRun(config, precision, 1, kind, capability)))
         new = [call for call in step.calls if call not in measured]
         measured |= _timed(new, device, _MODULE_SECONDS)
-        took = _step_seconds(context, config, module(), given(), precision)
-        calls = sum(
-            measured.get(call, 0.0) * count for call, count in zip(step.calls, step.counts.tolist(), strict=True)
-        )
-        rows.append([float(step.counts.sum()), float(_written(step)), 1.0])
-        gaps.append(took - calls)
-        weights.append(1 / took)
-    table, weight = np.array(rows), np.array(weights)
-    found = _not_negative(table * weight[:, None], np.array(gaps) * weight)
+        if (module, data, precision) not in tiny:
+            continue
+        parts = _part_seconds(context, config, module(), {"datamodule": data()}, precision)
+        seconds = np.array([measured.get(call, 0.0) for call in step.calls])[step.call] * step.repeats
+        for part, spent in parts.items():
+            took[part].append(spent)
+        for phase in _HOST_PHASES:
+            mine = step.phase == PHASES.index(phase)
+            counts[phase].append(float(step.repeats[mine].sum()))
+            # On a GPU the host only puts calls into a queue.
+            gaps[phase].append(parts[phase] - (float(seconds[mine].sum()) if device.type == "cpu" else 0.0))
+    found = {}
+    batch = sum(statistics.median(took[part]) for part in _PARTS if part not in _HOST_PHASES)
+    for phase in _HOST_PHASES:
+        weight = 1 / np.array(took[phase])
+        table = np.stack([counts[phase], np.ones(len(weight))], axis=1)
+        found[phase], beside = _not_negative(table * weight[:, None], np.array(gaps[phase]) * weight)
+        batch += beside
     of_call, of_operator = _checkpoint_seconds(device)
-    checkpoints = {"checkpoint call": of_call, "checkpoint operator": of_operator}
-    return {"call": found[0], "byte": found[1], "batch": found[2], **checkpoints}
+    return {**found, "batch": batch, "checkpoint call": of_call, "checkpoint operator": of_operator}
 
 
 def _checkpoint_seconds(device: torch.device) -> tuple[float, float]:
@@ -232,10 +242,6 @@ def _checkpointed_seconds(device: torch.device, operators: int) -> float:
     return seconds_of(lambda: cast(Tensor, checkpoint(row, little, use_reentrant=False))) - seconds_of(twice)
 
 
-def _written(step: StepOperators) -> int:
-    return int((step.column("written_bytes") * step.repeats).sum())
-
-
 def _not_negative(table: Any, wanted: Any) -> list[float]:
     """Least squares without negative parts: those are left out, the worst first."""
     used = list(range(table.shape[1]))
@@ -249,22 +255,24 @@ def _not_negative(table: Any, wanted: Any) -> list[float]:
 
 
 class _Kept:
-    """Takes the place of a writer of events, and keeps the seconds of steps."""
+    """Takes the place of a writer of events, and keeps the host's seconds of steps by part."""
 
     def __init__(self) -> None:
-        self.seconds: list[float] = []
+        self.steps: list[dict[str, float]] = []
 
     def write(self, kind: str, **fields: Any) -> None:
         if kind == "step":
-            self.seconds.append(sum(float(fields.get(f"{part}_seconds", 0.0)) for part in _PARTS))
+            spent = fields.get("host_seconds") or {part: fields.get(f"{part}_seconds") for part in _PARTS}
+            self.steps.append({part: float(spent.get(part) or 0.0) for part in _PARTS})
 
     def __getattr__(self, _: str) -> Any:
         return lambda *_args, **_named: None
 
 
-def _step_seconds(
+def _part_seconds(
     context: Context, config: Any, module: LightningModule, data: dict[str, Any], precision: str
-) -> float:
+) -> dict[str, float]:
+    """Of the host in a step, by part: medians of the faster half of some steps."""
     kept, clock = _Kept(), StepClock()
     inner = dataclasses.replace(context, writer=cast("EventWriter", kept), config=config, clock=clock)
     trainer = make_trainer(
@@ -273,12 +281,17 @@ def _step_seconds(
         default_root_dir=context.paths.directory,
     )  # fmt: skip
     trainer.fit(module, **data)
-    steady = sorted(kept.seconds[_SKIPPED:])
-    return statistics.median(steady[: max(1, len(steady) // 2 + 1)])
+    steady = sorted(kept.steps[_SKIPPED:], key=lambda step: sum(step.values()))
+    steady = steady[: max(1, len(steady) // 2 + 1)]
+    return {part: statistics.median(step[part] for step in steady) for part in _PARTS}
 
 
-def _modules(device: torch.device) -> list[tuple[Any, Any, str]]:
-    """Small modules of several kinds: what makes one, its data, a precision."""
+_Made = tuple[Any, Any, str]
+"""What makes a module, its data, a precision."""
+
+
+def _typical_modules(device: torch.device) -> list[_Made]:
+    """Small modules of several kinds."""
     from kit.models import GPT, Encoder, Field, RandomData, Recurrent, ResNet, Tokens
 
     # On a GPU such small steps would all be spent by the host.
@@ -295,13 +308,23 @@ def _modules(device: torch.device) -> list[tuple[Any, Any, str]]:
         (partial(ResNet, width=16, blocks=(1, 1, 1, 1), classes=10), partial(RandomData, images, 8 * more, _SAMPLES)),
         (partial(Recurrent, features=16, width=64, layers=1), partial(RandomData, series, 16 * more, _SAMPLES)),
     ]  # fmt: skip
-    # Next to nothing to compute: what their steps take is the host's.
-    tiny = [
-        (partial(GPT, vocabulary=32, width=8, heads=1, layers=layers, context=4), partial(Tokens, 32, 4, 1, _SAMPLES))
-        for layers in (1, 3, 9)
-    ]
-    hosts = [(make, data, "32-true") for make, data in tiny]
     # Where bfloat16 is only emulated steps take many times as long, and an LSTM cannot be trained in it.
     emulated = device.type == "cpu" and is_emulated(torch.bfloat16)
     precisions = ("32-true",) if emulated else ("32-true", "bf16-mixed")
-    return [*hosts, *((make, data, precision) for make, data in kinds for precision in precisions)]
+    return [(make, data, precision) for make, data in kinds for precision in precisions]
+
+
+def _tiny_modules() -> list[_Made]:
+    """Next to nothing to compute: what their steps take is the host's."""
+    from kit.models import GPT, Field, RandomData, ResNet, Tokens
+
+    images = (Field(shape=(3, 8, 8)), Field(below=10))
+    found: list[_Made] = [
+        (partial(GPT, vocabulary=32, width=8, heads=1, layers=layers, context=4), partial(Tokens, 32, 4, 1, _SAMPLES),
+         "32-true")
+        for layers in (1, 3, 9)
+    ]  # fmt: skip
+    for blocks in ((1, 1), (2, 2), (4, 4)):
+        made = partial(ResNet, width=4, blocks=blocks, classes=10)
+        found.append((made, partial(RandomData, images, 2, _SAMPLES), "32-true"))
+    return found
