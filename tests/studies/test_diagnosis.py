@@ -156,9 +156,9 @@ def test_figures_of_a_busy_machine_are_said_to_be_so():
 
 
 def test_python_in_the_data_is_named_on_a_busy_machine_too():
-    waits = {"shares": shares(wait=0.6), "thread_cores": 0.4}
-    assert "Python in the data" in names(evidence(**waits, queued_fraction=0.4))
-    assert "Python in the data" not in names(evidence(**waits, queued_fraction=0.0))
+    waits = {"shares": shares(wait=0.6)}  # of a core, half is used; the rest is queued for, or idle
+    assert "Python in the data" in names(evidence(**waits, thread_cores=0.5 + 0.48, queued_fraction=0.48))
+    assert "Python in the data" not in names(evidence(**waits, thread_cores=0.5, queued_fraction=0.0))
 
 
 @pytest.mark.parametrize("name", FAULTS)
@@ -217,6 +217,12 @@ def test_what_a_finding_explains_is_not_told_beside_it():
     assert {text.partition(" is ")[0] for text in settled} == {
         "waiting for data", "no prefetch", "training shorter than preprocessing",
     }  # fmt: skip
+
+
+def test_a_wait_in_which_the_thread_was_idle_is_no_computing_because_it_queued_elsewhere():
+    queued = evidence(shares=shares(wait=0.5), thread_cores=0.7, queued_fraction=0.2)
+    assert queued.busy_wait_fraction == pytest.approx(0.4), "thread_cores has what was queued"
+    assert replace(queued, queued_fraction=0.0).busy_wait_fraction == pytest.approx(0.4)
 
 
 def test_what_a_forked_worker_copies_is_told_by_what_it_did_and_never_beyond_the_objects_there_are():

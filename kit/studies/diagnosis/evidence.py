@@ -260,7 +260,7 @@ class Evidence:
         bound from its CPU time)."""
         if self.thread_cores is None or not self.wait_seconds > 0:
             return None
-        idle = max(0.0, 1 - self.thread_cores - (self.queued_fraction or 0.0))
+        idle = max(0.0, 1 - self.thread_cores)  # what it queued is in it already
         return max(0.0, 1 - idle / self.shares["wait"])
 
 
