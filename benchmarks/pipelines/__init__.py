@@ -1,4 +1,4 @@
-"""Fifty training pipelines with one planted fault each, or none: what a diagnosis is measured on.
+"""Fifty-six training pipelines with one planted fault each, or none: what a diagnosis is measured on.
 
 Each is written as its author would write it without kit: own datasets, loaders, hooks and callbacks, and models of
 torch, Lightning's demos and transformers. `Pipeline.planted` is the name that a finding should have, and `cure` what
@@ -43,17 +43,17 @@ class Pipeline:
     """What is true of it beside the planted fault, so that naming it is no false alarm."""
     speeds_up: bool = True
     """Whether the cure is about time; else it is about memory."""
-    kind: Literal["development", "kept aside", "example", "unseen"] = "development"
-    """Those kept aside were tuned on by no rule; examples of other packages came later, the unseen last."""
+    kind: Literal["development", "kept aside", "example", "unseen", "elsewhere"] = "development"
+    """Those kept aside were tuned on by no rule; examples of other packages came later, the others last."""
 
 
 def all_pipelines(folder: str) -> dict[str, Pipeline]:
     """By name; files that they read are written into `folder` when they are first made."""
-    from pipelines import examples, files, hosts, models, ranks, unseen, workers
+    from pipelines import elsewhere, examples, files, hosts, models, ranks, unseen, workers
 
     found = [
         pipeline
-        for part in (models, hosts, files, workers, ranks, examples, unseen)
+        for part in (models, hosts, files, workers, ranks, examples, unseen, elsewhere)
         for pipeline in part.pipelines(folder)
     ]  # fmt: skip
     return {pipeline.name: pipeline for pipeline in found}

@@ -58,6 +58,8 @@ class RunSource:
     """Samples per batch on each device, instead of what data of the caller's own makes."""
     repeats_batch: bool = False
     """Whether the first batch is trained on again and again, so that nothing is read beside."""
+    without_hook: str = ""
+    """The hook that is left out, by the name of its action in Lightning's profilers."""
 
     @classmethod
     def of(cls, given: Sequence[Any], **named: Any) -> RunSource:
@@ -84,12 +86,10 @@ class RunSource:
 
     def start(self, config: Config) -> Trial:
         """A trial that tries it out with another config: what it writes is kept from everybody."""
-        if self.earlier is not None:
-            paths = again(self.earlier.paths, config, self.trust, self.batch_size, self.repeats_batch)
-            trial = Trial(paths, config)
-        else:
-            given = (self.module, self.data, config)
-            return try_out(*given, batch_size=self.batch_size, repeats_batch=self.repeats_batch)
+        altered = (self.batch_size, self.repeats_batch, self.without_hook)
+        if self.earlier is None:
+            return try_out(self.module, self.data, config, "repeat", *altered)
+        trial = Trial(again(self.earlier.paths, config, self.trust, *altered), config)
         trial.submit()
         return trial
 

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import itertools
 import linecache
 import time
 import warnings
@@ -98,6 +99,7 @@ def fit(context: Context) -> None:
             *([AttentionKernel(AUTO)] if config.levers.attention == AUTO else []),  # a lever counts by itself
             UnusedParameters(),
             *([BatchRepeated()] if environment.get("repeats_batch") else []),
+            *([HookLeftOut(environment["without_hook"])] if "without_hook" in environment else []),
             LoaderUsed(context),
             LeversUsed(context),
             *([StepWork(context), load("fit.host")(context, clock)] if config.trial.count_work else []),
@@ -331,6 +333,35 @@ class OneBatch(_DataFetcher):
     @override
     def teardown(self) -> None:
         self._given.combined_loader.reset()
+
+
+class HookLeftOut(Callback):
+    """Leaves out one hook of a callback, the module or its data, by the name of its action in Lightning's profilers.
+
+    It is called once, as one that is called rarely is, too: what it sets up is there, and glibc has seen its arrays,
+    which decides what later ones cost.
+    """
+
+    def __init__(self, action: str) -> None:
+        self._owner, _, self._hook = action.rpartition(".")
+
+    @override
+    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        data = getattr(trainer, "datamodule", None)
+        owners: dict[str, Any] = {
+            **{f"[Callback]{callback.state_key}": callback for callback in getattr(trainer, "callbacks")},  # noqa: B009
+            f"[LightningModule]{type(pl_module).__name__}": pl_module,
+            f"[LightningDataModule]{type(data).__name__}": data,
+        }
+        if owners.get(self._owner) is None:
+            raise ConfigError([Problem("module", f"nothing here has the hook {self._owner}.{self._hook}")])
+        hook, calls = getattr(owners[self._owner], self._hook), itertools.count()
+        is_of_batch = self._hook.endswith("batch_transfer")  # it hands on what it was given
+
+        def once(*given: Any, **named: Any) -> Any:
+            return hook(*given, **named) if next(calls) == 0 else given[0] if is_of_batch else None
+
+        setattr(owners[self._owner], self._hook, once)
 
 
 class BatchRepeated(Callback):

@@ -65,6 +65,7 @@ def prepare(
     module: object, data: object, config: object, batch_size: int | None = None,
     profile: Mapping[str, str] | None = None, job: str | None = None, confined: str = "", kind: RunKind = "trial",
     logger: object = None, callbacks: object = (), trainer: object = None, repeats_batch: bool = False,
+    without_hook: str = "",
 ) -> RunPaths:  # fmt: skip
     """A complete run directory for this trial.
 
@@ -81,6 +82,7 @@ def prepare(
         callbacks: As `kit.fit` takes them.
         trainer: As `kit.fit` takes it.
         repeats_batch: Train on the first batch again and again, so that nothing is read beside.
+        without_hook: Leave this hook out after its first call: its action in Lightning's profilers; empty for none.
 
     Its GPUs are claimed for it: whoever starts it hands them to the supervisor.
 
@@ -102,6 +104,7 @@ def prepare(
     options: dict[str, Any] = {
         "batch_size": batch_size, "profile": profile, "job": job, "batch": batch, "confined": confined or None,
         "trainer": trainer_parts.summary() or None, "kind": kind, "repeats_batch": repeats_batch or None,
+        "without_hook": without_hook or None,
     }  # fmt: skip
     given = given_of(module_part, data_part)
     with _devices_taken(config) as taken:
@@ -168,7 +171,8 @@ def _fill(payload: bytes, given: Mapping[str, str], config: Config, taken: Taken
 
 
 def again(
-    earlier: RunPaths, config: Config, trust: bool = False, batch_size: int | None = None, repeats_batch: bool = False
+    earlier: RunPaths, config: Config, trust: bool = False, batch_size: int | None = None, repeats_batch: bool = False,
+    without_hook: str = "",
 ) -> RunPaths:  # fmt: skip
     """A run directory to try out what `earlier` ran with another config: module and data are taken as they were sent.
 
@@ -178,6 +182,7 @@ def again(
         trust: Run it also when this user did not write it here.
         batch_size: As `prepare` takes it; None leaves it as it was.
         repeats_batch: As `prepare` takes it.
+        without_hook: As `prepare` takes it.
 
     Raises:
         ConfigError, HardwareError, StoreError: see the module's first lines.
@@ -191,6 +196,7 @@ def again(
     options |= {"confined": REHEARSAL, "kind": "repeat"}
     options |= {} if batch_size is None else {"batch_size": batch_size}
     options |= {"repeats_batch": True} if repeats_batch else {}
+    options |= {"without_hook": without_hook} if without_hook else {}
     rule = BatchRule.of_environment(before) if batch_size is None else None
     if rule is not None:
         size = config.loader.batch_size

@@ -56,16 +56,19 @@ _INTERRUPT_SECONDS = 10.0
 
 def try_out(
     module: Any, data: Any, config: Config, kind: RunKind = "repeat", batch_size: int | None = None,
-    repeats_batch: bool = False,
+    repeats_batch: bool = False, without_hook: str = "",
 ) -> Trial:  # fmt: skip
     """Start a trial for its measurements alone: what its hooks write reaches nobody.
 
-    `batch_size` and `repeats_batch` as `kit.trial.submit.prepare` takes them.
+    `batch_size`, `repeats_batch` and `without_hook` as `kit.trial.submit.prepare` takes them.
 
     Raises:
         ConfigError, HardwareError, StoreError: as `fit`.
     """
-    paths = prepare(module, data, config, batch_size, confined=REHEARSAL, kind=kind, repeats_batch=repeats_batch)
+    paths = prepare(
+        module, data, config, batch_size, confined=REHEARSAL, kind=kind, repeats_batch=repeats_batch,
+        without_hook=without_hook,
+    )  # fmt: skip
     trial = Trial(paths, config)
     trial.submit()
     return trial

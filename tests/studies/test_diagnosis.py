@@ -17,6 +17,7 @@ from kit.config import Config
 from kit.errors import ConfigError, TrialError
 from kit.studies.diagnosis.diagnose import diagnose, finding_html, judge
 from kit.studies.diagnosis.evidence import StoreLayout
+from kit.studies.diagnosis.host_rules import drawing_hook
 from kit.studies.diagnosis.rule import BETWEEN_TRIALS, ahead_in_processes, ahead_in_threads, bounded
 from kit.studies.diagnosis.rules import RULES
 from kit.studies.diagnosis.unit_costs import LOOP, PAGE, VALUE, Decoded, decoded, unit_costs
@@ -155,9 +156,9 @@ def test_figures_of_a_busy_machine_are_said_to_be_so():
 
 
 def test_python_in_the_data_is_named_on_a_busy_machine_too():
-    waits = {"shares": shares(wait=0.6), "thread_cores": 0.4}
-    assert "Python in the data" in names(evidence(**waits, queued_fraction=0.4))
-    assert "Python in the data" not in names(evidence(**waits, queued_fraction=0.0))
+    waits = {"shares": shares(wait=0.6)}  # of a core, half is used; the rest is queued for, or idle
+    assert "Python in the data" in names(evidence(**waits, thread_cores=0.5 + 0.48, queued_fraction=0.48))
+    assert "Python in the data" not in names(evidence(**waits, thread_cores=0.5, queued_fraction=0.0))
 
 
 @pytest.mark.parametrize("name", FAULTS)
@@ -216,6 +217,12 @@ def test_what_a_finding_explains_is_not_told_beside_it():
     assert {text.partition(" is ")[0] for text in settled} == {
         "waiting for data", "no prefetch", "training shorter than preprocessing",
     }  # fmt: skip
+
+
+def test_a_wait_in_which_the_thread_was_idle_is_no_computing_because_it_queued_elsewhere():
+    queued = evidence(shares=shares(wait=0.5), thread_cores=0.7, queued_fraction=0.2)
+    assert queued.busy_wait_fraction == pytest.approx(0.4), "thread_cores has what was queued"
+    assert replace(queued, queued_fraction=0.0).busy_wait_fraction == pytest.approx(0.4)
 
 
 def test_what_a_forked_worker_copies_is_told_by_what_it_did_and_never_beyond_the_objects_there_are():
@@ -387,16 +394,25 @@ def test_pictures_gain_by_what_decoding_one_of_them_smaller_was_timed_to_take():
 
 
 def test_reading_gains_until_the_training_alone_sets_the_pace():
-    """Half a second beside the reading; a quarter alone, or no less than before."""
+    """Half a second beside the reading, a quarter alone: what is left of reading slows it down while it lasts."""
     effect = next(rule.effect for rule in RULES if rule.name == "images decoded at full size")
-    in_workers = FAULTS["images decoded at full size"]
+    in_workers = replace(FAULTS["images decoded at full size"], decoded={"PIL": Decoded(0.18, 0.02, 1.0)})
     assert effect(in_workers) == pytest.approx((2, 2))
-    assert effect(replace(in_workers, alone_seconds=0.25)) == pytest.approx((2, 4))
+    steps = [1 / gain for gain in effect(replace(in_workers, alone_seconds=0.25))]
+    assert steps == pytest.approx([0.25 + 0.25 * 0.2 / steps[0]] * 2), "of reading, 0.2 s are left"
     assert effect(replace(in_workers, alone_seconds=0.8)) == pytest.approx((1.25, 1.25))
+    slow = replace(in_workers, decoded={"PIL": Decoded(0.18, 0.16, 1.0)}, alone_seconds=0.25)
+    assert effect(slow) == pytest.approx([1 / 0.9] * 2), "reading still sets the pace"
+
+
+def test_training_is_faster_too_where_its_own_thread_reads_less():
+    """Half a second after the reading, 0.3 alone: without four fifths of the reading 0.34, and 0.1 of reading."""
+    effect = next(rule.effect for rule in RULES if rule.name == "images decoded at full size")
     lines = [line("data.py, line 3, in __getitem__", package="PIL", part="wait", fraction=0.5)]
     hosts = {0: host(lines=lines, reads={"PIL": {"pixels": 640_000}}, pixels=4096)}
-    own = evidence(shares=shares(wait=0.5), hosts=hosts, decoded={"PIL": Decoded(0.05, 0.01, 0.1)})
-    assert effect(own) == effect(replace(own, alone_seconds=0.4)), "nothing is read beside"
+    own = evidence(shares=shares(wait=0.5), hosts=hosts, decoded={"PIL": Decoded(0.05, 0.01, 0.2)})
+    assert effect(own) == pytest.approx([1 / 0.6] * 2)
+    assert effect(replace(own, alone_seconds=0.3)) == pytest.approx([1 / 0.44] * 2)
 
 
 def test_no_cure_of_reading_is_promised_more_than_a_step_without_any():
@@ -545,14 +561,28 @@ def test_the_order_of_an_epoch_costs_all_that_its_beginning_takes():
     assert gains[1] < gains[0]
 
 
-def test_a_hook_that_goes_may_bring_page_faults_that_its_arrays_prevented():
-    quiet = FAULTS["slow hook"]
-    hosts = {0: {**quiet.host, "page_faults_per_second": 1e3, "system_fraction": 0.01}}
-    faulting = replace(quiet, hosts=hosts, transient_bytes=2**28, unit_costs={PAGE: 2e-6})
-    kept = replace(faulting, config=faulting.config.replace({"hardware.keep_freed_memory": True}))
-    free, may_fault, keeps = (judge(one, source(one))["slow hook"].predicted for one in (quiet, faulting, kept))
-    assert may_fault[0] < free[0]
-    assert keeps == pytest.approx(free)
+def test_a_hook_gains_what_steps_without_it_were_measured_to():
+    """Its arrays may have prevented page faults, or slowed what comes after: its share tells neither."""
+    by_share = FAULTS["slow hook"]
+    measured = replace(by_share, measured_gains={**by_share.measured_gains, "slow hook": (0.95, 1.05)})
+    share, gain = (judge(one, source(one))["slow hook"].predicted_gain for one in (by_share, measured))
+    assert share == pytest.approx(math.sqrt(1 / 0.7 / (1 - 0.285)))
+    assert gain == pytest.approx(1, abs=0.01)
+
+
+def test_a_short_trial_leaves_drawing_out_by_its_hook_or_where_loggers_do_all_of_it():
+    def drawing(*lines):
+        return replace(FAULTS["slow hook"], hosts={0: host(hooks={HOOK: 0.3}, lines=lines)})
+
+    of_hook = line("watch.py, line 3, in draw", package="matplotlib", hook=HOOK, part="other", fraction=0.3)
+    in_step, logged = line(package="matplotlib"), line(package="tensorboard")
+    hooks = [drawing_hook(drawing(*lines)) for lines in ([of_hook], [logged], [in_step], [of_hook, logged], [])]
+    assert hooks == [HOOK, "", None, None, None]
+    measured = replace(drawing(logged), measured_gains={"drawing or logging in the step": (2.0, 2.2)})
+    gains = [
+        judge(one, source(one))["drawing or logging in the step"].predicted_gain for one in (measured, drawing(logged))
+    ]
+    assert gains == pytest.approx([math.sqrt(4.4), 1.25], abs=0.01)
 
 
 def test_page_faults_of_pages_shared_with_new_workers_are_nobodys_finding():
@@ -665,6 +695,7 @@ def test_small_acts_are_timed_where_their_package_is_known():
     costs = unit_costs([VALUE, LOOP, PAGE, "zarr", "lmdb"])
     assert set(costs) == {VALUE, LOOP, PAGE, "zarr"}
     assert all(seconds > 0 for seconds in costs.values())
+    assert unit_costs(["h5py"], 2**18)["h5py"] > unit_costs(["h5py"], 256)["h5py"], "a longer row takes longer"
 
 
 class Slow(Dataset):

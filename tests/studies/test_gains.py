@@ -8,8 +8,10 @@ from dataclasses import replace
 
 import pytest
 import torch
-from diagnosis_parts import evidence, shares, source, work
-from torch.utils.data import DataLoader, Dataset, IterableDataset
+from diagnosis_parts import evidence, host, line, shares, source, work
+from lightning.pytorch import Callback, LightningDataModule
+from lightning.pytorch.loggers import TensorBoardLogger
+from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
 import kit
 from kit.studies.diagnosis import gains as room
@@ -19,10 +21,12 @@ from kit.studies.diagnosis.gains import (
     decided,
     difference,
     few_steps,
+    in_whole_steps,
     measured_gains,
     training_alone,
     worth_measuring,
 )
+from kit.studies.diagnosis.host_rules import drawing_hook, slowest_hook
 from kit.studies.repeats import RunSource
 from kit.testing import TinyModule
 
@@ -183,8 +187,9 @@ def test_the_training_alone_bounds_what_a_diagnosis_promises_of_reading(config):
         assert "training alone takes" in finding.sentence
         assert finding.predicted_gain is None or finding.predicted_gain <= step / alone
     opened = RunSource.of([trial])
-    for one in ({"shares": shares(wait=0.01)}, {"workers": 0}):
-        assert training_alone(replace(found.evidence, **one), opened) == (None, [])
+    assert training_alone(replace(found.evidence, shares=shares(wait=0.01)), opened) == (None, [])
+    own, _ = training_alone(replace(found.evidence, workers=0), opened)
+    assert own >= 0.05, "also where the training thread reads"
 
 
 def test_a_module_that_takes_the_loader_itself_is_a_note(config):
@@ -197,3 +202,99 @@ def test_a_module_that_takes_the_loader_itself_is_a_note(config):
     alone, (note,) = training_alone(evidence(shares=shares(wait=0.5)), given)
     assert alone is None
     assert "takes the loader" in note
+
+
+class Counted(TinyModule):
+    """Logs what is in a batch, and what hooks have counted by then."""
+
+    calls = 0
+
+    def training_step(self, batch, batch_idx):
+        self.log("seen", batch[0].sum() + self.calls)
+        return super().training_step(batch, batch_idx)
+
+
+class Counting(Callback):
+    def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+        pl_module.calls += 1
+
+
+class Hooked(Counted):
+    def on_before_optimizer_step(self, optimizer):
+        self.calls += 1
+
+
+class Doubling(LightningDataModule):
+    """Doubles each batch on its way to the module."""
+
+    def train_dataloader(self):
+        return ones()
+
+    def on_after_batch_transfer(self, batch, dataloader_idx):
+        return 2 * batch[0], batch[1]
+
+
+def ones():
+    return DataLoader(TensorDataset(torch.ones(64, 8), torch.ones(64, 1)), batch_size=4)
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "seen"),
+    [
+        ("[Callback]Counting.on_train_batch_end", {"callbacks": [Counting()]}, 4 * 8 + 1),
+        ("[LightningModule]Hooked.on_before_optimizer_step", {"module": Hooked}, 4 * 8 + 1),
+        ("[LightningDataModule]Doubling.on_after_batch_transfer", {"data": Doubling}, 4 * 8),
+    ],
+)
+def test_a_hook_is_called_once_and_then_left_out(config, name, options, seen):
+    trial = kit.fit(config(max_steps=4, warmup_steps=1), **{"module": Counted, "data": ones(), **options}).wait()
+    with_it, without = (few_steps(replace(RunSource.of([trial]), without_hook=hook), evidence()) for hook in ("", name))
+    assert {step["metrics"]["seen"] for step in without} == {seen}
+    assert {step["metrics"]["seen"] for step in with_it} != {seen}
+
+
+def test_a_slow_hook_gains_what_a_diagnosis_measured_without_it(config):
+    class Slow(TinyModule):
+        def on_before_optimizer_step(self, optimizer):
+            time.sleep(0.2)
+
+    trial = kit.fit(config(max_steps=6, warmup_steps=2), Slow, ones()).wait()
+    found = kit.studies.diagnose(trial, peaks=False)
+    assert slowest_hook(found.evidence)[0] == "[LightningModule]Slow.on_before_optimizer_step"
+    low, high = found.evidence.measured_gains["slow hook"]
+    assert found["slow hook"].predicted_gain == pytest.approx(math.sqrt(low * high))
+
+
+class Logged(TinyModule):
+    """Its logger takes most of a step."""
+
+    def training_step(self, batch, batch_idx):
+        self.logger.experiment.add_image("x", torch.ones(3, 512, 512), self.global_step)
+        return super().training_step(batch, batch_idx)
+
+
+def test_what_loggers_draw_is_left_out_to_measure_what_that_gains(config, tmp_path):
+    logger = TensorBoardLogger(tmp_path)
+    trial = kit.fit(config(max_steps=12, warmup_steps=2), lambda: Logged(seconds=0.01), ones(), logger=logger).wait()
+    found = kit.studies.diagnose(trial, peaks=False)
+    drawn = found["drawing or logging in the step"]
+    assert drawing_hook(found.evidence) == ""
+    low, high = found.evidence.measured_gains[drawn.name]
+    assert drawn.predicted_gain == pytest.approx(math.sqrt(low * high))
+
+
+def test_a_gain_of_a_short_trial_is_less_in_steps_that_also_log_and_validate():
+    """A fifth is validation and two fifths are a logger's: twice as fast without them is 1 / 0.8 with them."""
+    logged = host(lines=[line(package="tensorboard", fraction=0.4), line(package="matplotlib", fraction=0.1)])
+    found = evidence(shares=shares(validation=0.2), hosts={0: logged})
+    assert in_whole_steps((2.0, 2.0), evidence()) == pytest.approx((2, 2))
+    assert in_whole_steps((2.0, 2.0), found) == pytest.approx((1.25, 1.25))
+    assert in_whole_steps((2.0, 2.0), found, times=4) == pytest.approx([4 / (0.6 + 4 * 0.4 / 2)] * 2), "once a step"
+
+
+def test_a_hook_that_is_not_there_is_a_note_and_its_share_tells_the_gain(config):
+    watched = {0: host(hooks={"[Callback]Gone.on_train_batch_end": 0.5})}
+    given = RunSource(TinyModule, DataLoader(Endless(), batch_size=4), config())
+    gains, (note,) = measured_gains(evidence(hosts=watched, work=None), given)
+    assert gains == {}
+    assert "leaving out [Callback]Gone.on_train_batch_end" in note

@@ -37,7 +37,7 @@ from kit.records.trace import PHASE_LABELS, PHASES
 from kit.registry import Drawable, display
 from kit.speed.peaks import Peaks, device_peaks
 from kit.studies.diagnosis.evidence import BUSY_FRACTION, Evidence, evidence_of
-from kit.studies.diagnosis.gains import measured_gains, training_alone
+from kit.studies.diagnosis.gains import measured_gains, training_alone, without_drawing
 from kit.studies.diagnosis.rule import Change, Range, Rule, bounded, middle, show, widened
 from kit.studies.diagnosis.rules import RULES
 from kit.studies.profiling.profile import Profile
@@ -333,9 +333,10 @@ def diagnose(
         peaks: What the device can do, measured where it is not known yet (two seconds). False leaves out the rules
             that need it.
         profile: A finished profile of the same config, for the rules that need traces and functions.
-        short_trials: Whether the module may run for a few steps more, where only that tells an effect: in 16 bits, and
-            with four times a small batch; and, where loader processes are waited for, on one batch again and again.
-            False leaves out the two rules, and takes the training for as slow without reading as beside it.
+        short_trials: Whether the module may run for a few steps more, where only that tells an effect: in 16 bits,
+            with four times a small batch, without its slowest hook; and, where data is waited for, on one batch again
+            and again. False leaves out the first two rules, takes a hook for as long as it was seen to be, and the
+            training for as slow without reading as beside it.
 
     Returns:
         The findings, the largest gain first. `diagnosis["no prefetch"].try_it()` tries one.
@@ -366,9 +367,10 @@ def diagnose(
     except ValueError as error:
         raise TrialError(f"{trial.name} cannot be diagnosed: {error}") from error
     if short_trials:
-        (gains, said), (alone, unknown) = measured_gains(evidence, source), training_alone(evidence, source)
-        evidence = replace(evidence, measured_gains=gains, alone_seconds=alone)
-        notes += [*said, *unknown]
+        (gains, said), (drawing, unsaid) = measured_gains(evidence, source), without_drawing(evidence, source)
+        alone, unknown = training_alone(evidence, source)
+        evidence = replace(evidence, measured_gains={**gains, **drawing}, alone_seconds=alone)
+        notes += [*said, *unsaid, *unknown]
     return judge(evidence, source, notes)
 
 

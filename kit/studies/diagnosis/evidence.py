@@ -21,7 +21,6 @@ from kit.errors import KitError
 from kit.events import Event, number
 from kit.machine.machine import hardware
 from kit.machine.processes import machine
-from kit.records.row import measured_of
 from kit.records.trace import BESIDE_TRAINING, merged
 from kit.speed.peaks import Peaks
 from kit.studies.diagnosis.unit_costs import LOOP, PAGE, VALUE, Decoded, decoded, unit_costs
@@ -155,8 +154,6 @@ class Evidence:
     """Of the time, what the first steps of epochs took beyond the median step; None where no epoch began meanwhile."""
     growth_bytes: float | None = None
     """What a step allocates and does not free, of the rank that grows most; 0 where it does not grow steadily."""
-    transient_bytes: float | None = None
-    """What a step of the fullest rank on the CPU allocates and frees again, at its most at a time."""
     measured_gains: Mapping[str, tuple[float, float]] = field(default_factory=dict)
     """Gains of short trials with a change, by the rule that asked for them: from and to."""
     alone_seconds: float | None = None
@@ -237,12 +234,6 @@ class Evidence:
         return self.step_seconds * (1 - self.shares.get("wait", math.nan) - beside)
 
     @property
-    def cured_seconds(self) -> tuple[float, float]:
-        """`train_seconds` with reading cured, at most and at least: as slow beside less of it, or as fast as alone."""
-        alone = self.train_seconds if self.alone_seconds is None else self.alone_seconds
-        return max(self.train_seconds, alone), alone
-
-    @property
     def cpu_seconds(self) -> float | None:
         """Of a batch on one rank, with its loader processes."""
         return None if self.process_cores is None else self.process_cores * self.step_seconds / max(1, self.world_size)
@@ -269,7 +260,7 @@ class Evidence:
         bound from its CPU time)."""
         if self.thread_cores is None or not self.wait_seconds > 0:
             return None
-        idle = max(0.0, 1 - self.thread_cores - (self.queued_fraction or 0.0))
+        idle = max(0.0, 1 - self.thread_cores)  # what it queued is in it already
         return max(0.0, 1 - idle / self.shares["wait"])
 
 
@@ -314,10 +305,10 @@ def evidence_of(trial: Trial, peaks: Peaks | None = None, profile: Profile | Non
         own_loader=own, given_loader=given, whose_batches="" if own else _whose_batches(trial, given),
         cores=hardware().cores if here else None, batches=len(steps),
         samples_per_second=samples_per_second(trial), warnings=tuple(trial.warnings), peaks=peaks, layout=layout,
-        hosts=hosts, unit_costs=unit_costs(_acts(hosts, work)) if here else {},
+        hosts=hosts, unit_costs=unit_costs(_acts(hosts, work), _row_bytes(hosts)) if here else {},
         decoded=_decoded(hosts) if here else {}, uneven=_uneven(steps),
         epoch_start_fraction=_epoch_starts(steps), growth_bytes=_growth(trial),
-        transient_bytes=_transient(trial), notes=tuple(notes), work=work, read_seconds=_read_seconds(steps),
+        notes=tuple(notes), work=work, read_seconds=_read_seconds(steps),
         **_times(steps, _computing(trial)), **_start_up(trial),
         **_reading(trial), **_cpu(trial), **_memory(trial, here), **profiled,
     )  # fmt: skip
@@ -362,6 +353,13 @@ def _acts(hosts: Mapping[int, Mapping[str, Any]], work: CountedWork | None) -> l
     reads = [one.get("reads", {}) for one in watched]
     packages = {read.get("through", package) for found in reads for package, read in found.items()}
     return [PAGE, *values, *sorted(packages)]
+
+
+def _row_bytes(hosts: Mapping[int, Mapping[str, Any]]) -> int:
+    """What the trial asks a chunked file for at a time, at most."""
+    watched = (one for host in hosts.values() for one in (host, *host.get("workers", ())))
+    reads = (read for one in watched for read in one.get("reads", {}).values())
+    return max((int(read.get("wanted_bytes", 0)) for read in reads), default=0)
 
 
 def _decoded(hosts: Mapping[int, Mapping[str, Any]]) -> dict[str, Decoded]:
@@ -459,16 +457,6 @@ def _growth(trial: Trial) -> float | None:
         if len(held) >= _LEAST_POINTS:
             found.append(growth(held))
     return max(found, default=None)
-
-
-def _transient(trial: Trial) -> float | None:
-    """See `Evidence.transient_bytes`: of two steps, the first of which makes the optimizer's state, the second."""
-    measured = measured_of(trial)
-    if measured is None:
-        return None
-    held = measured.allocated_bytes
-    second = held[len(held) // 2 :]
-    return float(second.max() - second.min())
 
 
 def growth(held: Sequence[tuple[int, float]]) -> float:

@@ -1,19 +1,20 @@
 """Gains that are measured before they are advised: the module itself, a few steps, with a change and without.
 
-A number format or a batch size may help or hurt by a factor, and no peak of a matrix product tells which. So both sides
-run for a few steps in processes of their own, in turn (before after, after before, ...), and each pair's steps are
-compared by their median logarithm, which a few slow steps move little. A machine that is faster in one second than in
-the next makes one pair lie, so a gain counts only after `LEAST_PAIRS` of them: its range is two standard errors of the
-mean of the pairs, by the noise of their steps or by how far the pairs are apart, whichever is more. One pair is enough
-where it shows plainly that there is no gain. While the threshold of the rule lies in the range, up to `PAIRS` are run.
+A number format or a batch size may help or hurt by a factor, and no peak of a matrix product tells which; a hook that
+is left out also takes its memory traffic with it, or the page faults that its arrays prevented begin. So both sides run
+for a few steps in processes of their own, in turn (before after, after before, ...), and each pair's steps are compared
+by their median logarithm, which a few slow steps move little. A machine that is faster in one second than in the next
+makes one pair lie, so a gain counts only after `LEAST_PAIRS` of them: its range is two standard errors of the mean of
+the pairs, by the noise of their steps or by how far the pairs are apart, whichever is more. One pair is enough where it
+shows plainly that there is no gain. While the threshold of the rule lies in the range, up to `PAIRS` are run.
 
 A run is `SECONDS` long, or `STEPS` steps where that is longer, within `MOST_SECONDS`; batches that loader processes had
 ready before the first step are passed over.
 
-Where a trial waits for data that others read, the training alone is measured so, too (`training_alone`): on its first
-batch again and again, its loader ended. The trial itself knows training only beside the reading, which takes cores from
-it. It may be the user's own and be over long since, so steps of that kind are no part of it. Where the training thread
-reads by itself, nothing runs beside, and training takes after a cure what it took before.
+Where a trial waits for data, the training alone is measured so, too (`training_alone`): on its first batch again and
+again, its loader ended. The trial itself knows training only beside the reading, which takes cores, caches and memory
+from it, in the training thread too. It may be the user's own and be over long since, so steps of that kind are no part
+of it.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from kit.errors import KitError, TrialError
 from kit.events import Event
 from kit.records.trace import BESIDE_TRAINING
 from kit.studies.diagnosis.evidence import Evidence
-from kit.studies.diagnosis.host_rules import may_be_small
+from kit.studies.diagnosis.host_rules import drawing_hook, left_out_fraction, may_be_small, slowest_hook
 from kit.studies.diagnosis.rule import SLIVER, Range, Rule
 from kit.studies.diagnosis.rules import RULES
 from kit.studies.repeats import RunSource
@@ -52,6 +53,8 @@ def worth_measuring(found: Evidence) -> dict[str, Rule]:
             names.append("full precision")
     if may_be_small(found):
         names.append("batch too small")
+    if slowest_hook(found)[1] >= SLIVER and drawing_hook(found) is None:
+        names.append("slow hook")
     return {rule.name: rule for rule in RULES if rule.name in names}
 
 
@@ -61,8 +64,9 @@ def measured_gains(found: Evidence, source: RunSource) -> tuple[dict[str, Range]
     for name, rule in worth_measuring(found).items():
         pairs, change = list[Pair](), rule.change(found)
         after = replace(
-            source, config=source.config.replace(change), batch_size=rule.batch_size(found) or source.batch_size
-        )
+            source, config=source.config.replace(change), batch_size=rule.batch_size(found) or source.batch_size,
+            without_hook=slowest_hook(found)[0] if name == "slow hook" else "",
+        )  # fmt: skip
         sides = {"before": source, "after": after}
         try:
             while not decided(pairs, rule.threshold):
@@ -73,17 +77,41 @@ def measured_gains(found: Evidence, source: RunSource) -> tuple[dict[str, Range]
                 if name == "batch too small" and _largest(runs["after"]) <= _largest(runs["before"]):
                     raise TrialError(f"batches are of {_largest(runs['after'])} samples, whatever is asked for")
                 pairs.append((step_logarithms(runs["before"]), step_logarithms(runs["after"])))
-            gains[name] = difference(pairs)
+            times = _largest(runs["after"]) / max(1, _largest(runs["before"]))
+            gains[name] = in_whole_steps(difference(pairs), found, max(1.0, times))
         except KitError as error:
-            asked = ", ".join(change) or f"a batch of {after.batch_size} from {found.whose_batches}"
-            way_out = "" if change else "; make it so and compare with kit.studies.try_change(..., new_data=...)"
+            batch = f"a batch of {after.batch_size} from {found.whose_batches}"
+            asked = ", ".join(change) or (f"leaving out {after.without_hook}" if after.without_hook else batch)
+            by_data = not change and not after.without_hook
+            way_out = "; make it so and compare with kit.studies.try_change(..., new_data=...)" if by_data else ""
             notes.append(f"whether {asked} would help was not measured: {error}{way_out}")
     return gains, notes
 
 
+def in_whole_steps(gain: Range, found: Evidence, times: float = 1.0) -> Range:
+    """The gain, with `times` the samples in a batch, of a step that also does what a short trial leaves out, once."""
+    apart = left_out_fraction(found)
+    low, high = (times / (apart + times * (1 - apart) / one) for one in gain)
+    return low, high
+
+
+def without_drawing(found: Evidence, source: RunSource) -> tuple[dict[str, Range], list[str]]:
+    """The gain of the trial's steps without drawing and logging, where a short trial can leave that out."""
+    if (hook := drawing_hook(found)) is None:
+        return {}, []
+    try:
+        steps = few_steps(replace(source, without_hook=hook), found)
+    except KitError as error:
+        return {}, [f"how long steps take without drawing and logging was not measured: {error}"]
+    beside = math.fsum(found.shares.get(part, 0.0) for part in BESIDE_TRAINING if part != "logging")
+    after = statistics.median(float(step["step_seconds"]) for step in steps) + beside * found.step_seconds
+    gain, reach = max(1.0, found.step_seconds / after), math.exp(2 * _error(step_logarithms(steps)))
+    return {"drawing or logging in the step": (gain / reach, gain * reach)}, []
+
+
 def training_alone(found: Evidence, source: RunSource) -> tuple[float | None, list[str]]:
-    """The seconds of a step with nothing read beside, where others read and are waited for; and why not known."""
-    if (found.wait_fraction or 0.0) < SLIVER or not (found.workers or found.own_loader):
+    """The seconds of a step with nothing read at all, where data is waited for; and why not known."""
+    if (found.wait_fraction or 0.0) < SLIVER:
         return None, []
     try:
         steps = few_steps(replace(source, repeats_batch=True), found)

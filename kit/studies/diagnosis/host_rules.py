@@ -12,8 +12,8 @@ from typing import Any
 
 from kit.studies.diagnosis.evidence import Evidence
 from kit.studies.diagnosis.rule import MANY_STEPS, SLIVER, Change, Range, Rule, without, without_part
-from kit.studies.diagnosis.sampler import DRAWERS
-from kit.studies.diagnosis.unit_costs import PAGE, PAGE_BYTES
+from kit.studies.diagnosis.sampler import DRAWERS, LOGGERS
+from kit.studies.diagnosis.unit_costs import PAGE_BYTES
 from kit.units import format_bytes, format_count, format_seconds
 
 _TWENTIETH = 0.05
@@ -71,6 +71,31 @@ def _drawing(found: Evidence) -> float | None:
     return math.fsum(beside) + found.shares.get("logging", 0.0)
 
 
+def drawing_hook(found: Evidence) -> str | None:
+    """The hook that a short trial leaves out to train without drawing and logging; None where no trial can.
+
+    Empty where it is all done by loggers, which such a trial has none of.
+    """
+    drawn, hook = _drawn(found), slowest_hook(found)[0]
+    if not drawn or (_drawing(found) or 0.0) < _TWENTIETH:
+        return None
+    if hook and all(line["hook"] == hook for line in drawn):
+        return hook
+    return "" if all(line["package"] in LOGGERS for line in drawn) else None
+
+
+def left_out_fraction(found: Evidence) -> float:
+    """Of the time, what a short trial leaves out: loggers, validation, checkpoints."""
+    logged = (line["fraction"] for line in _drawn(found) if line["package"] in LOGGERS and line["part"] != "logging")
+    beside = math.fsum(found.shares.get(part, 0.0) for part in ("validation", "checkpoint", "logging"))
+    return min(1.0, beside + math.fsum(logged))
+
+
+def _drawing_effect(found: Evidence) -> Range:
+    """As steps without it were measured; where they were not, without the share that was seen."""
+    return found.measured_gains.get("drawing or logging in the step") or _sampled(found, _drawing(found) or 0.0)
+
+
 def _drawing_sentence(found: Evidence, value: float) -> str:
     drawn = _drawn(found)
     at = f" at {drawn[0]['place']}, in {drawn[0]['package']}" if drawn and drawn[0]["place"] else ""
@@ -102,7 +127,7 @@ def _python_sentence(found: Evidence, value: float) -> str:
     )
 
 
-def _hook(found: Evidence) -> tuple[str, float]:
+def slowest_hook(found: Evidence) -> tuple[str, float]:
     """The hook that takes most, and its share."""
     hooks = {
         name: share for name, share in found.host.get("hooks", {}).items()
@@ -113,7 +138,7 @@ def _hook(found: Evidence) -> tuple[str, float]:
 
 
 def _hook_sentence(found: Evidence, value: float) -> str:
-    name = _hook(found)[0]
+    name = slowest_hook(found)[0]
     place = next((line["place"] for line in _lines(found) if line["hook"] == name and line["place"]), "")
     seconds = format_seconds(value * found.step_seconds)
     return (
@@ -122,22 +147,9 @@ def _hook_sentence(found: Evidence, value: float) -> str:
 
 
 def _hook_effect(found: Evidence) -> Range:
-    """Without the hook; its arrays also kept glibc from giving memory back, so the rest may get pages anew instead."""
-    share = _hook(found)[1]
-    left = 1 - min(0.95 * share, _MOST_GONE)
-    return 1 / (left + _faults_to_come(found)), without(share)[1]
-
-
-_MOST_GONE = 0.95
-
-
-def _faults_to_come(found: Evidence) -> float:
-    """Over the time, what it takes to get all memory of a step anew, beyond the faults there are."""
-    host, given_back = found.host, not found.on_gpu and not found.config.hardware.keep_freed_memory
-    if not given_back or "page_faults_per_second" not in host or found.transient_bytes is None:
-        return 0.0
-    pages = found.transient_bytes / PAGE_BYTES / found.step_seconds - float(host["page_faults_per_second"])
-    return max(0.0, pages) * found.unit_costs.get(PAGE, 0.0)
+    """As steps without the hook were measured; where they were not, without its share."""
+    share = slowest_hook(found)[1]
+    return found.measured_gains.get("slow hook") or without(0.95 * share, share)
 
 
 def _garbage(found: Evidence) -> float | None:
@@ -348,7 +360,7 @@ HOST_RULES: tuple[Rule, ...] = (
         name="drawing or logging in the step", looks_at="share of the time in drawing and logging", unit="fraction",
         threshold=_TWENTIETH, source="kit", needs="watched steps", measure=_drawing, sentence=_drawing_sentence,
         setting=lambda _: "that line: every hundredth step, fewer values, or after the training",
-        effect=lambda found: _sampled(found, _drawing(found) or 0.0), part="forward",
+        effect=_drawing_effect, part="forward",
         explains=("slow hook", "sync in the step", "batch too small"),
     ),
     Rule(
@@ -361,7 +373,7 @@ HOST_RULES: tuple[Rule, ...] = (
     Rule(
         name="slow hook", looks_at="share of the time in one hook of a callback or the module", unit="fraction",
         threshold=SLIVER, source="kit", needs="watched steps", part="other",
-        measure=lambda found: _hook(found)[1] if found.host else None, sentence=_hook_sentence,
+        measure=lambda found: slowest_hook(found)[1] if found.host else None, sentence=_hook_sentence,
         setting=lambda _: "that hook: less of it, or every so many steps",
         effect=_hook_effect,
         explains=("many tiny operations", "sync in the step", "batch too small"),

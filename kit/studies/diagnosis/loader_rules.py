@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from kit.studies.diagnosis.evidence import Evidence
-from kit.studies.diagnosis.rule import MANY_STEPS, SLIVER, WAITS, Range, Rule, without, without_part
+from kit.studies.diagnosis.rule import MANY_STEPS, MOST_REMOVED, SLIVER, WAITS, Range, Rule, without, without_part
 from kit.studies.diagnosis.sampler import DECODERS
 from kit.units import format_bytes, format_count, format_seconds
 
@@ -37,13 +37,29 @@ def _one_read(found: Evidence, *packages: str) -> tuple[str, Mapping[str, Any], 
 
 
 def _gone_from_reading(found: Evidence, share: float, is_worker: bool, low: float, high: float) -> Range:
-    """The gain where of what reads, in the training thread or in workers, between `low` and `high` is gone."""
-    if not is_worker:
-        return without(share * low, share * high)
-    making = found.train_seconds + found.wait_seconds  # the workers are what sets the pace
-    left = zip((low, high), found.cured_seconds, strict=True)
-    after = [max(train, making * (1 - share * gone)) for gone, train in left]
-    return making / after[0], making / after[1]
+    """The gain where of what reads, a share of its process's time, between `low` and `high` is gone."""
+    before = found.train_seconds + found.wait_seconds if is_worker else found.step_seconds
+    cured = (_cured_seconds(found, share, is_worker, gone) for gone in (low, high))
+    after = [max((1 - MOST_REMOVED) * before, seconds) for seconds in cured]
+    return before / after[0], before / after[1]
+
+
+def _cured_seconds(found: Evidence, share: float, is_worker: bool, gone: float) -> float:
+    """Of a step without `gone` of the reading: what is left of it slows the training down as long as it lasts.
+
+    By so much as the training was slower beside the reading, or after it, than alone: reading takes cores, caches and
+    memory. In loader processes it lasts for some of the step, which is as long as that makes it; in the training
+    thread it adds to the step.
+    """
+    train, wait = found.train_seconds, found.wait_seconds
+    alone = train if found.alone_seconds is None else found.alone_seconds
+    slowed = max(0.0, train - alone)
+    if is_worker:  # the workers are what sets the pace
+        reading = (train + wait) * (1 - share * gone)
+        return max(reading, (alone + math.sqrt(alone**2 + 4 * slowed * reading)) / 2)
+    reading = max(0.0, wait - share * found.step_seconds * gone)
+    beside = found.step_seconds - train - wait
+    return alone + slowed * (reading / wait if wait > 0 else 0.0) + reading + beside
 
 
 def _one_row(found: Evidence) -> float | None:

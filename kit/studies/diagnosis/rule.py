@@ -30,7 +30,7 @@ MANY_STEPS = 10_000
 """Of a training, after which what every step adds has added up."""
 WAITS = ("waiting for data", "training shorter than preprocessing")
 """Complaints that another finding about data explains."""
-_MOST_REMOVED = 0.98
+MOST_REMOVED = 0.98
 BETWEEN_TRIALS = 0.07
 """Standard deviation of the throughput of equal trials: the median of the development pipelines of
 `benchmarks/diagnosis.py`, by the noise of their pairs."""
@@ -75,7 +75,7 @@ def show(unit: Unit, value: float) -> str:
 def without(low: float, high: float | None = None) -> Range:
     """The gain where between `low` and `high` of the time is gone."""
     least, most = sorted((low, low if high is None else high))
-    return 1 / (1 - max(0.0, min(least, _MOST_REMOVED))), 1 / (1 - max(0.0, min(most, _MOST_REMOVED)))
+    return 1 / (1 - max(0.0, min(least, MOST_REMOVED))), 1 / (1 - max(0.0, min(most, MOST_REMOVED)))
 
 
 def without_part(found: Evidence, part: str, kept: float = 0.0) -> Range:

@@ -70,10 +70,8 @@ _READERS = {"h5py": "__getitem__", "zarr": "__getitem__", "npz": "__getitem__", 
 """Packages that read, and the function in which their arguments can be seen."""
 _ORDERS = "sampler"
 DECODERS = ("PIL", "cv2", "torchvision")
-_LOGGERS = (
-    "matplotlib", "seaborn", "plotly", "bokeh", "tensorboard", "tensorboardX", "wandb", "mlflow", "comet_ml", "neptune",
-    "loggers",
-)  # fmt: skip
+LOGGERS = ("tensorboard", "tensorboardX", "wandb", "mlflow", "comet_ml", "neptune", "loggers")
+_LOGGERS = ("matplotlib", "seaborn", "plotly", "bokeh", *LOGGERS)
 DRAWERS = (*_LOGGERS, "PIL")
 _NAMED = {*_READERS, *DECODERS, *_LOGGERS, _ORDERS}
 """Packages that rules ask for. A stack has the name of the innermost, or of the outermost that draws or logs."""

@@ -20,23 +20,24 @@ from dataclasses import dataclass
 
 import numpy as np
 
-TURNS, ELEMENTS = 15, 256
+TURNS, ELEMENTS, MOST_ROW_BYTES = 15, 256, 1 << 18
 VALUE, LOOP, PAGE = "value of a tensor", "element of a loop", "page of memory"
 """To ask a tensor for its value; to make the tensors of a loop over elements besides; the first write to a page."""
 PAGE_BYTES, _PAGES = 4096, 256
 
 
-def unit_costs(kinds: Collection[str]) -> dict[str, float]:
-    """Seconds of one act, by kind: `VALUE`, `LOOP`, `PAGE`, or the package that reads one row of a small chunk.
+def unit_costs(kinds: Collection[str], row_bytes: int = 256) -> dict[str, float]:
+    """Seconds of one act, by kind: `VALUE`, `LOOP`, `PAGE`, or the package that reads a row that is a chunk.
 
-    A package that reads by another, as xarray does, has the time of both.
+    A package that reads by another, as xarray does, has the time of both. A row is of random numbers, in `row_bytes`,
+    `MOST_ROW_BYTES` at most.
 
     A kind that is not known, or whose package is not installed, is left out.
     """
     found = dict[str, float]()
     for kind in kinds:
         with contextlib.suppress(ImportError, OSError, ValueError, KeyError):
-            found[kind] = _ACTS[kind]()
+            found[kind] = _ROWS[kind](max(1, min(row_bytes, MOST_ROW_BYTES) // 4)) if kind in _ROWS else _ACTS[kind]()
     return found
 
 
@@ -78,32 +79,36 @@ def _page() -> float:
     return _seconds(touch, _PAGES)
 
 
-@functools.cache
-def _hdf5_row() -> float:
+def _numbers(rows: int, length: int) -> np.ndarray:
+    return np.random.default_rng(0).normal(size=(rows, length)).astype("float32")
+
+
+@functools.lru_cache(64)
+def _hdf5_row(length: int) -> float:
     import h5py  # type: ignore[import-untyped]
 
     with h5py.File(io.BytesIO(), "w") as file:
-        file.create_dataset("x", data=np.zeros((256, 64), "float32"), chunks=(1, 64), compression="gzip")
+        file.create_dataset("x", data=_numbers(16, length), chunks=(1, length), compression="gzip")
         return _seconds(lambda: [file["x"][row] for row in range(16)], 16)
 
 
-@functools.cache
-def _zarr_row() -> float:
+@functools.lru_cache(64)
+def _zarr_row(length: int) -> float:
     import zarr
 
-    array = zarr.create_array({}, shape=(256, 64), chunks=(1, 64), dtype="float32")
-    array[:] = 1
+    array = zarr.create_array({}, shape=(16, length), chunks=(1, length), dtype="float32")
+    array[:] = _numbers(16, length)
     return _seconds(lambda: [array[row] for row in range(16)], 16)
 
 
-@functools.cache
-def _xarray_row() -> float:
+@functools.lru_cache(64)
+def _xarray_row(length: int) -> float:
     import xarray
 
     with tempfile.TemporaryDirectory() as folder:
         path = f"{folder}/x.nc"
-        values = xarray.DataArray(np.zeros((64, 64), "float32"), dims=("row", "x"), name="x").to_dataset()
-        values.to_netcdf(path, engine="h5netcdf", encoding={"x": {"chunksizes": (1, 64), "zlib": True}})
+        values = xarray.DataArray(_numbers(8, length), dims=("row", "x"), name="x").to_dataset()
+        values.to_netcdf(path, engine="h5netcdf", encoding={"x": {"chunksizes": (1, length), "zlib": True}})
         with xarray.open_dataset(path, engine="h5netcdf") as opened:
             array = opened["x"]
             return _seconds(lambda: [array.isel(row=row).values for row in range(8)], 8)
@@ -172,4 +177,5 @@ def _opencv() -> Callable[[str, int], int]:
 
 
 _DECODERS = {"PIL": _pillow, "cv2": _opencv}
-_ACTS = {VALUE: _value, LOOP: _loop, PAGE: _page, "h5py": _hdf5_row, "zarr": _zarr_row, "xarray": _xarray_row}
+_ACTS = {VALUE: _value, LOOP: _loop, PAGE: _page}
+_ROWS = {"h5py": _hdf5_row, "zarr": _zarr_row, "xarray": _xarray_row}
