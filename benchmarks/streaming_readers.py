@@ -130,7 +130,7 @@ def kit_engine(question: Question) -> dict[str, float]:
     from kit.data.patches.module import PatchData
 
     data = PatchData(question.config)
-    with _recorded(question.requests):
+    with _recorded(question.requests), _decoding_timed() as decoded:
         try:
             answer = measure(_sizes(_kit_batches(data)))
         finally:
@@ -139,7 +139,10 @@ def kit_engine(question: Question) -> dict[str, float]:
     counts = data.loader.counters()
     per_sample = {name: counts[name] / counts["samples"] for name in ("requests", "bytes_read", "chunks_decoded")}
     alone = decompress_microseconds(question.layout) if question.layout.compressed else 0.0
-    return answer | per_sample | {"mixing": data.loader.mixing or 1.0, "decompress_us": alone}
+    took, chunks = map(sum, zip(*decoded, strict=True)) if decoded else (0.0, 0)
+    in_place = 1e6 * took / chunks if chunks else alone
+    more = {"mixing": data.loader.mixing or 1.0, "decompress_us": alone, "decompress_in_place_us": in_place}
+    return answer | per_sample | more
 
 
 def kit_memory(question: Question) -> dict[str, float]:
@@ -205,6 +208,28 @@ def _recorded(path: str) -> Iterator[None]:
         HttpClient._send = send  # type: ignore[method-assign]
         if path:
             Path(path).write_text(json.dumps(made))
+
+
+@contextlib.contextmanager
+def _decoding_timed() -> Iterator[list[tuple[float, int]]]:
+    """Of each call that decodes several chunks: seconds on a core, and how many chunks."""
+    from kit.data.stream.codec import StoredArray
+
+    calls: list[tuple[float, int]] = []
+    decode = StoredArray.decode_together
+
+    def timed(self: StoredArray, data: Sequence[Any]) -> list[Any]:
+        began = time.thread_time()
+        try:
+            return decode(self, data)
+        finally:
+            calls.append((time.thread_time() - began, len(data)))
+
+    StoredArray.decode_together = timed  # type: ignore[method-assign]
+    try:
+        yield calls
+    finally:
+        StoredArray.decode_together = decode  # type: ignore[method-assign]
 
 
 # -- plain GETs of what kit asked for: the limit
