@@ -21,8 +21,8 @@ changed them. What the step itself needs, such as `training_step`, may not fail 
 The user's loaders are read outside the recording and are as they were afterwards. On the CPU the loader's own batch is
 what the step reads. On a GPU the batch on the host does not count, pinned or not; its copy on the device does, from the
 transfer on, whoever asks for it: Lightning, a batch class or the module itself (`FakeBatches`). What the step moves to
-the host, by `cpu()` or a name in the line itself, leaves the device, with what is computed from it there; where to a
-variable moves it is not known, and it stays.
+the host, by `cpu()`, the name "cpu" or a variable that the file sets to nothing else, leaves the device, with what is
+computed from it there; where to another variable moves it is not known, and it stays.
 
 With `DryRun.for_real` all of that happens with real tensors on the CPU, and nothing is assumed of values: for a step
 that fake tensors cannot follow, with a small batch. A GPU's autocast lists and dropout are played then, its attention

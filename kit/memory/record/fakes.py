@@ -40,7 +40,6 @@ import itertools
 import linecache
 import math
 import os
-import re
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -491,12 +490,57 @@ def _applying(apply: Callable[..., nn.Module], answers: FakeValues) -> Callable[
     return apply_in_place
 
 
-_SAYS_CPU = re.compile(r"""\.to\(\s*(device\s*=\s*)?(torch\.device\()?["']cpu["']""")
-
-
 def _says_cpu(frame: FrameType) -> bool:
-    """Whether the line that runs moves something to the CPU by that name."""
-    return _SAYS_CPU.search(linecache.getline(frame.f_code.co_filename, frame.f_lineno)) is not None
+    """Whether the call that runs names the CPU: by its name, or by a variable that the file sets to nothing else."""
+    file = frame.f_code.co_filename
+    _, last_line, _, last_column = _span(frame)
+    call = _calls(file).get((last_line, last_column))
+    given = [*call.args, *(one.value for one in call.keywords if one.arg == "device")] if call is not None else []
+    return any(_is_cpu(value, file) for value in given)
+
+
+def _is_cpu(value: ast.expr, file: str) -> bool:
+    return _is_cpu_itself(value) or _name_of(value) in _names_of_cpu(file)
+
+
+def _name_of(node: ast.AST) -> str:
+    """Of a variable, or with a dot of an attribute, whose owner is not asked; none of what each tensor has."""
+    if isinstance(node, ast.Attribute):
+        return f".{node.attr}" if node.attr != "device" else ""
+    return node.id if isinstance(node, ast.Name) else ""
+
+
+def _span(frame: FrameType) -> tuple[int | None, int | None, int | None, int | None]:
+    """Where in the file is what runs: first and last line, first and last column."""
+    return next(itertools.islice(frame.f_code.co_positions(), frame.f_lasti // 2, None))
+
+
+@functools.lru_cache(maxsize=64)
+def _calls(file: str) -> dict[tuple[int | None, int | None], ast.Call]:
+    """Calls by where they end, as no other does; Python says of some only where the name of the method begins."""
+    return {(node.end_lineno, node.end_col_offset): node for node in _statements(file) if isinstance(node, ast.Call)}
+
+
+@functools.lru_cache(maxsize=64)
+def _names_of_cpu(file: str) -> frozenset[str]:
+    """Variables and attributes that are set to the CPU, wherever the file sets one of that name."""
+    nodes = _statements(file)
+    named: Counter[str] = Counter()
+    for node in nodes:
+        if isinstance(node, ast.Assign | ast.AnnAssign) and node.value is not None and _is_cpu_itself(node.value):
+            named.update(map(_name_of, node.targets if isinstance(node, ast.Assign) else [node.target]))
+    named.pop("", None)
+    stores = Counter(_name_of(node) for node in nodes if isinstance(getattr(node, "ctx", None), ast.Store))
+    others = {node.arg for node in nodes if isinstance(node, ast.arg)}
+    others |= {node.asname or node.name for node in nodes if isinstance(node, ast.alias)}
+    return frozenset(name for name, count in named.items() if count == stores[name] and name not in others)
+
+
+def _is_cpu_itself(value: ast.expr) -> bool:
+    """Whether it is "cpu" or torch.device("cpu")."""
+    if isinstance(value, ast.Call) and ast.unparse(value.func) in ("torch.device", "device") and value.args:
+        value = value.args[0]
+    return isinstance(value, ast.Constant) and value.value == "cpu"
 
 
 def _converted(parameter: nn.Parameter, fn: Callable[[Tensor], Tensor]) -> nn.Parameter:

@@ -42,6 +42,9 @@ def peak_bytes(make_module, **options):
     return peak(predict(make_module, lambda: data, Config(), device_kind="cuda", **options))
 
 
+HOST = device = torch.device("cpu")
+
+
 def device_of_this_machine():
     return "cuda" if torch.cuda.is_available() else "cpu"
 
@@ -52,10 +55,15 @@ def device_of_this_machine():
         lambda output: output.cpu(),
         lambda output: output.to("cpu"),
         lambda output: output.to(torch.device("cpu"), non_blocking=True),
+        lambda output: output.square().to(
+            device="cpu",
+            non_blocking=True,
+        ),
+        lambda output: output.to(HOST),
         lambda output: output.cpu().double().softmax(1),
         lambda output: torch.from_numpy(output.cpu().numpy()) + 1,
     ],
-    ids=["cpu", "by name", "by device", "computed there", "by numpy"],
+    ids=["cpu", "by name", "by device", "over several lines", "by a constant", "computed there", "by numpy"],
 )
 def test_what_is_kept_on_the_host_takes_nothing(keep):
     assert peak_bytes(keeping(keep)) == peak_bytes(Layers)
@@ -63,8 +71,13 @@ def test_what_is_kept_on_the_host_takes_nothing(keep):
 
 @pytest.mark.parametrize(
     "keep",
-    [lambda output: output.to(device_of_this_machine()), lambda output: output.cpu().to(output.device)],
-    ids=["the device of the machine", "there and back"],
+    [
+        lambda output: output.to(device_of_this_machine()),
+        lambda output: output.cpu().to(output.device),
+        lambda output, where="cpu": output.to(where),
+        lambda output: (output.to(device_of_this_machine()), output.mean().to("cpu"))[0],
+    ],
+    ids=["the device of the machine", "there and back", "a default", "beside what is moved"],
 )
 def test_what_is_on_the_device_or_comes_back_counts(keep):
     """A name that another machine would fill in otherwise says nothing."""
