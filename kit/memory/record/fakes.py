@@ -579,7 +579,8 @@ def not_traced(answers: FakeValues) -> Iterator[None]:
 
     It asks whether a tensor is fake in order to write another step into a graph: Mamba's scan in one piece, which holds
     more, for one step of a sequence after another. Of long sequences these take longer than a dry run has, so the scan
-    stays, and a note says so. Of masks it asks so as not to read values that a dry run does not know either.
+    stays, and a note says so. Of masks it asks so as not to read values that a dry run does not know either, unless it
+    made the mask itself: of ones alone, it goes without.
     """
     utils = sys.modules.get("transformers.utils.import_utils")
     if not hasattr(utils, "is_fake_tensor"):
@@ -587,8 +588,10 @@ def not_traced(answers: FakeValues) -> Iterator[None]:
         return
 
     def is_taken_for_fake(value: Any) -> bool:
-        if not isinstance(value, FakeTensor) or not value.is_floating_point():
-            return isinstance(value, FakeTensor)
+        if not isinstance(value, FakeTensor) or value.constant is not None:
+            return False
+        if not value.is_floating_point():
+            return True
         is_long = min(value.shape[1:], default=0) > _LONGEST_LOOP  # steps or channels, in either order
         if is_long:
             answers.notes.setdefault("long sequences are scanned in one piece, which holds more than step after step")

@@ -347,8 +347,11 @@ def test_a_package_that_asks_for_fake_tensors_takes_short_sequences_step_by_step
     utils.is_fake_tensor = is_fake = lambda value: isinstance(value, FakeTensor)
     monkeypatch.setitem(sys.modules, "transformers.utils.import_utils", utils)
     with fake_values() as answers, FakeMode(), not_traced(answers):
-        mask, short, long = torch.ones(2, 8), torch.empty(2, 64, 512), torch.empty(2, 2048, 512)
+        mask, short, long = torch.empty(2, 8), torch.empty(2, 64, 512), torch.empty(2, 2048, 512)
         assert [utils.is_fake_tensor(value) for value in (mask.bool(), short)] == [True, False]
+        known = torch.ones(2, 8).bool()
+        assert known.all()
+        assert not utils.is_fake_tensor(known)
         assert not answers.notes
         assert utils.is_fake_tensor(long)
         assert answers.notes
