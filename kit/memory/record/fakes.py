@@ -12,6 +12,8 @@ since there is only one. `FakeValues.guesses` says each such answer with file an
 Lightning themselves (a step counter, a signal flag), whose branches were read; conditions of torch's optimizers are
 guesses, by which LBFGS keeps its history, and a number that one reads is another each time, as a count of steps or a
 loss is. A loop that waits for a condition sees it turn after a thousand rounds, or sooner (`waits`).
+Code of users and packages that compares `device.type` of a tensor with "cpu" where it stands is told of a GPU that is
+played (`compares_with_cpu`); whatever else is done with a device is done with that of fake tensors, the CPU.
 `otherwise` names a guess that is answered the other way, by which a prediction (`kit.memory`) finds whether it matters.
 
 `saving_shapes`: `torch.save` keeps the shapes and writes a line that says which they are; `torch.load` makes tensors of
@@ -34,6 +36,7 @@ from __future__ import annotations
 
 import ast
 import contextlib
+import dis
 import functools
 import io
 import itertools
@@ -44,7 +47,7 @@ import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from types import FrameType
+from types import CodeType, FrameType
 from typing import Any
 
 import lightning
@@ -82,7 +85,7 @@ _ROUNDS, _OPERATORS = 50, 5_000
 """Rounds and operators of one call of a module, of which both must have passed for the answer to turn sooner."""
 
 aten = torch.ops.aten
-_HOST = torch.device("cpu")
+_HOST, _META, _CARD = torch.device("cpu"), torch.device("meta"), torch.device("cuda", 0)
 _KIT = str(Path(__file__).parents[2]) + os.sep
 _MEMORY = str(Path(__file__).parent) + os.sep
 _TORCH = str(Path(torch.__file__).parent) + os.sep
@@ -108,6 +111,10 @@ class FakeValues:
         """What becomes of a tensor that is moved to the device."""
         self.leave: Callable[[Tensor], Tensor] = _unchanged
         """What becomes of a tensor that is moved to the host."""
+        self.is_on_card: Callable[[Tensor], bool] = lambda _: False
+        """Whether a tensor is on a GPU that is played."""
+        self.tells_of_card, self.told_of_card = True, False
+        """Whether comparisons are answered as on the GPU, and one was."""
         self.waits: dict[str, None] = {}
         """Conditions that were asked for until the answer turned: how often they are is not known."""
         self.silent = False
@@ -233,6 +240,16 @@ class FakeValues:
         options = {name: _HOST if name == "device" else value for name, value in options.items()}
         return Tensor.to(arrived, *args, **options)
 
+    def device(self, tensor: FakeTensor) -> torch.device:
+        """Where `tensor` is: of what is on the GPU that, where only a comparison with the CPU learns of it."""
+        if tensor.fake_mode.in_kernel_invocation:
+            return _META
+        frame = sys._getframe(1)
+        if self.tells_of_card and compares_with_cpu(frame.f_code, frame.f_lasti) and self.is_on_card(tensor):
+            self.told_of_card = True
+            return _CARD
+        return tensor.fake_device
+
     def _chosen(self, mask: Tensor, count: int) -> int:
         """How many of so many elements a mask selects."""
         most, is_exact = nonzeros(mask) or (count, False)
@@ -324,6 +341,19 @@ def _place(of_optimizers: bool = False, asking: tuple[str, ...] = _ASKING) -> st
             return f"{Path(file).name}:{frame.f_lineno}"
         frame = frame.f_back
     return ""
+
+
+@functools.lru_cache(maxsize=1 << 16)
+def compares_with_cpu(code: CodeType, place: int) -> bool:
+    """Whether what reads an attribute there, in code of a user or a package, is `.device.type == "cpu"` or `!=`."""
+    if code.co_filename.startswith((_TORCH, _LIGHTNING, _KIT)):
+        return False
+    rest = itertools.dropwhile(lambda step: step.offset < place, dis.get_instructions(code))
+    read, kind, name, compared = itertools.islice(itertools.chain(rest, itertools.repeat(None)), 4)
+    if read is None or kind is None or name is None or compared is None:
+        return False
+    attributes = (read.opname, read.argval, kind.opname, kind.argval, name.argval)
+    return attributes == ("LOAD_ATTR", "device", "LOAD_ATTR", "type", "cpu") and compared.opname == "COMPARE_OP"
 
 
 def _goes_on() -> bool | None:
@@ -647,6 +677,7 @@ def fake_values(otherwise: str = "") -> Iterator[FakeValues]:
             ("cpu", lambda tensor, *_, **__: answers.leave(tensor)),
             ("__format__", _printed),
             ("tolist", _listed),
+            ("device", property(answers.device)),
             ("data", property(_DATA.__get__, _set_data)),
             ("pin_memory", _unchanged),
         ):

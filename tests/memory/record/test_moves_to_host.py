@@ -84,6 +84,18 @@ def test_what_is_on_the_device_or_comes_back_counts(keep):
     assert peak_bytes(keeping(keep)) >= peak_bytes(Layers) + OUTPUT_BYTES
 
 
+class BesideSparse(Layers):
+    def keep(self, output):
+        self.kept.append(output.cpu())
+        places = torch.zeros(2, 4, dtype=torch.long, device=output.device)
+        values = torch.ones(4, device=output.device)
+        torch.sparse_coo_tensor(places, values, (WIDTH, WIDTH)).coalesce().to_dense()
+
+
+def test_sparse_matrices_can_be_used_where_something_has_left():
+    assert peak_bytes(BesideSparse) == peak_bytes(Layers)
+
+
 class Collecting(Layers):
     on_host = False
 
@@ -143,3 +155,30 @@ class FromTheStart(Layers):
 
 def test_what_was_on_the_host_before_training_goes_to_the_device():
     assert peak_bytes(FromTheStart) == peak_bytes(Layers) + OUTPUT_BYTES
+
+
+class Asking(FromTheStart):
+    """Moves its table to the host, where it is not there anyway."""
+
+    def training_step(self, batch, index):
+        if self.table.device.type != "cpu":
+            self.table = self.table.cpu()
+        assert self.table.device.type == "cpu"
+        return super().training_step(batch, index)
+
+
+class Refusing(Layers):
+    """Calls what only a machine with a card has."""
+
+    def training_step(self, batch, index):
+        if batch.device.type != "cpu":
+            raise RuntimeError("no card here")
+        return super().training_step(batch, index)
+
+
+def test_code_that_asks_whether_a_tensor_is_on_the_cpu_is_told_of_the_card():
+    assert peak_bytes(Asking) == peak_bytes(Layers)
+
+
+def test_what_a_card_alone_can_do_is_recorded_as_on_the_cpu():
+    assert peak_bytes(Refusing) == peak_bytes(Layers)
