@@ -57,6 +57,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch._subclasses import fake_impls, fake_tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
+from torch.autograd import Function
 
 from kit.confinement.stand_ins import overridden, replaced
 from kit.memory.record.batches import Batches, TensorShape, Writer
@@ -609,8 +610,8 @@ def not_traced(answers: FakeValues) -> Iterator[None]:
 
     It asks whether a tensor is fake in order to write another step into a graph: Mamba's scan in one piece, which holds
     more, for one step of a sequence after another. Of long sequences these take longer than a dry run has, so the scan
-    stays, and a note says so. Of masks it asks so as not to read values that a dry run does not know either, unless it
-    made the mask itself: of ones alone, it goes without.
+    stays, with what these hold (`_Scan`), and a note says so. Of masks it asks so as not to read values that a dry run
+    does not know either, unless it made the mask itself: of ones alone, it goes without.
     """
     utils = sys.modules.get("transformers.utils.import_utils")
     if not hasattr(utils, "is_fake_tensor"):
@@ -624,11 +625,45 @@ def not_traced(answers: FakeValues) -> Iterator[None]:
             return True
         is_long = min(value.shape[1:], default=0) > _LONGEST_LOOP  # steps or channels, in either order
         if is_long:
-            answers.notes.setdefault("long sequences are scanned in one piece, which holds more than step after step")
+            answers.notes.setdefault(
+                "long scans are one operator here: they hold as much step after step, and take longer"
+            )
         return is_long
 
-    with replaced(utils, "is_fake_tensor", is_taken_for_fake):
+    def scan(_combine: Any, pair: tuple[Tensor, Tensor], **_options: Any) -> tuple[None, Tensor]:
+        function: Any = _Scan
+        return None, function.apply(*pair)
+
+    with contextlib.ExitStack() as undo:
+        undo.enter_context(replaced(utils, "is_fake_tensor", is_taken_for_fake))
+        for name in ("mamba", "falcon_mamba"):
+            models = sys.modules.get(f"transformers.models.{name}.modeling_{name}")
+            if hasattr(models, "associative_scan"):
+                undo.enter_context(replaced(models, "associative_scan", scan))
         yield
+
+
+class _Scan(Function):
+    """Allocates as `state = factor * state + term` does step after step: each state is kept, for the backward pass too.
+    That adds the gradients of one step to those of all, while the gradients of what all steps gave are there, and in
+    half precision the copies of states that these were made of."""
+
+    @staticmethod
+    def forward(ctx: Any, factors: Tensor, terms: Tensor) -> Tensor:
+        batch, width, steps, size = factors.shape
+        states = terms.new_empty((batch, steps, width, size)).permute(0, 2, 1, 3)  # each step as it is made
+        ctx.save_for_backward(factors, states)
+        cast = torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else torch.get_default_dtype()
+        copied = states.numel() if cast.itemsize < states.element_size() else 0
+        ctx.held_bytes = cast.itemsize * (copied + batch * width * steps)
+        return states
+
+    @staticmethod
+    def backward(ctx: Any, *_gradients: Tensor) -> tuple[Tensor, Tensor]:
+        factors, _states = ctx.saved_tensors
+        made = torch.empty_like(factors), torch.empty_like(factors)
+        _held_too = torch.empty_like(factors), factors.new_empty((ctx.held_bytes,), dtype=torch.uint8)
+        return made
 
 
 @contextlib.contextmanager
