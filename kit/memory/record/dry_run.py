@@ -21,8 +21,8 @@ changed them. What the step itself needs, such as `training_step`, may not fail 
 The user's loaders are read outside the recording and are as they were afterwards. On the CPU the loader's own batch is
 what the step reads. On a GPU the batch on the host does not count, pinned or not; its copy on the device does, from the
 transfer on, whoever asks for it: Lightning, a batch class or the module itself (`FakeBatches`). What the step moves to
-the host, by `cpu()` or a name in the line itself, leaves the device, with what is computed from it there; where to a
-variable moves it is not known, and it stays.
+the host, by `cpu()`, the name "cpu" or a variable that the file sets to nothing else, leaves the device, with what is
+computed from it there; where to another variable moves it is not known, and it stays.
 
 With `DryRun.for_real` all of that happens with real tensors on the CPU, and nothing is assumed of values: for a step
 that fake tensors cannot follow, with a small batch. A GPU's autocast lists and dropout are played then, its attention
@@ -131,6 +131,7 @@ def record(
     batch_size: int | None = None,
     otherwise: str = "",
     check: Callable[[], None] | None = None,
+    tells_of_card: bool = True,
 ) -> Recording:
     """What two optimizer steps allocate on one device.
 
@@ -141,6 +142,8 @@ def record(
         batch_size: Samples per micro-batch on the device; by default the loader's own.
         otherwise: One of `facts["guesses"]` of a recording before, to be answered the other way.
         check: Called before each operator; what it raises ends the steps.
+        tells_of_card: Whether code that asks if a tensor is on the CPU is answered as on a GPU that is played. Where
+            what it does then needs the GPU itself, the steps are recorded once more without.
 
     Raises:
         ConfigError: for what a real fit would refuse too.
@@ -174,7 +177,10 @@ def record(
                 enter(imports_with_numbers())
                 enter(FakeMode(run.device_kind == "cuda"))
             asked = enter(_devices_asked_for())
+            answers.tells_of_card = tells_of_card
             recording = _recorded(run, answers, hooks, kept, make_module, data, batch_size, check)
+    if recording.facts["unknown"] and answers.told_of_card:
+        return record(make_module, make_data, run, batch_size, otherwise, check, tells_of_card=False)
     capabilities = {run.capability}
     if run.device_kind == "cuda" and not recording.facts["unknown"]:  # else a card may have refused a call
         capabilities |= emulation.capabilities
@@ -660,6 +666,7 @@ class FakeBatches:
         strategy = self.trainer.strategy
         if self.on_gpu:
             self.answers.arrive, self.answers.leave = self.recorder.arrive, self.recorder.leave
+            self.answers.is_on_card = self.recorder.holds
         with contextlib.ExitStack() as undo:
             enter = undo.enter_context
             if self.on_gpu:

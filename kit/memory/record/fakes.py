@@ -12,6 +12,8 @@ since there is only one. `FakeValues.guesses` says each such answer with file an
 Lightning themselves (a step counter, a signal flag), whose branches were read; conditions of torch's optimizers are
 guesses, by which LBFGS keeps its history, and a number that one reads is another each time, as a count of steps or a
 loss is. A loop that waits for a condition sees it turn after a thousand rounds, or sooner (`waits`).
+Code of users and packages that compares `device.type` of a tensor with "cpu" where it stands is told of a GPU that is
+played (`compares_with_cpu`); whatever else is done with a device is done with that of fake tensors, the CPU.
 `otherwise` names a guess that is answered the other way, by which a prediction (`kit.memory`) finds whether it matters.
 
 `saving_shapes`: `torch.save` keeps the shapes and writes a line that says which they are; `torch.load` makes tensors of
@@ -34,18 +36,18 @@ from __future__ import annotations
 
 import ast
 import contextlib
+import dis
 import functools
 import io
 import itertools
 import linecache
 import math
 import os
-import re
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from types import FrameType
+from types import CodeType, FrameType
 from typing import Any
 
 import lightning
@@ -55,6 +57,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch._subclasses import fake_impls, fake_tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
+from torch.autograd import Function
 
 from kit.confinement.stand_ins import overridden, replaced
 from kit.memory.record.batches import Batches, TensorShape, Writer
@@ -83,7 +86,7 @@ _ROUNDS, _OPERATORS = 50, 5_000
 """Rounds and operators of one call of a module, of which both must have passed for the answer to turn sooner."""
 
 aten = torch.ops.aten
-_HOST = torch.device("cpu")
+_HOST, _META, _CARD = torch.device("cpu"), torch.device("meta"), torch.device("cuda", 0)
 _KIT = str(Path(__file__).parents[2]) + os.sep
 _MEMORY = str(Path(__file__).parent) + os.sep
 _TORCH = str(Path(torch.__file__).parent) + os.sep
@@ -109,6 +112,10 @@ class FakeValues:
         """What becomes of a tensor that is moved to the device."""
         self.leave: Callable[[Tensor], Tensor] = _unchanged
         """What becomes of a tensor that is moved to the host."""
+        self.is_on_card: Callable[[Tensor], bool] = lambda _: False
+        """Whether a tensor is on a GPU that is played."""
+        self.tells_of_card, self.told_of_card = True, False
+        """Whether comparisons are answered as on the GPU, and one was."""
         self.waits: dict[str, None] = {}
         """Conditions that were asked for until the answer turned: how often they are is not known."""
         self.silent = False
@@ -234,6 +241,16 @@ class FakeValues:
         options = {name: _HOST if name == "device" else value for name, value in options.items()}
         return Tensor.to(arrived, *args, **options)
 
+    def device(self, tensor: FakeTensor) -> torch.device:
+        """Where `tensor` is: of what is on the GPU that, where only a comparison with the CPU learns of it."""
+        if tensor.fake_mode.in_kernel_invocation:
+            return _META
+        frame = sys._getframe(1)
+        if self.tells_of_card and compares_with_cpu(frame.f_code, frame.f_lasti) and self.is_on_card(tensor):
+            self.told_of_card = True
+            return _CARD
+        return tensor.fake_device
+
     def _chosen(self, mask: Tensor, count: int) -> int:
         """How many of so many elements a mask selects."""
         most, is_exact = nonzeros(mask) or (count, False)
@@ -325,6 +342,19 @@ def _place(of_optimizers: bool = False, asking: tuple[str, ...] = _ASKING) -> st
             return f"{Path(file).name}:{frame.f_lineno}"
         frame = frame.f_back
     return ""
+
+
+@functools.lru_cache(maxsize=1 << 16)
+def compares_with_cpu(code: CodeType, place: int) -> bool:
+    """Whether what reads an attribute there, in code of a user or a package, is `.device.type == "cpu"` or `!=`."""
+    if code.co_filename.startswith((_TORCH, _LIGHTNING, _KIT)):
+        return False
+    rest = itertools.dropwhile(lambda step: step.offset < place, dis.get_instructions(code))
+    read, kind, name, compared = itertools.islice(itertools.chain(rest, itertools.repeat(None)), 4)
+    if read is None or kind is None or name is None or compared is None:
+        return False
+    attributes = (read.opname, read.argval, kind.opname, kind.argval, name.argval)
+    return attributes == ("LOAD_ATTR", "device", "LOAD_ATTR", "type", "cpu") and compared.opname == "COMPARE_OP"
 
 
 def _goes_on() -> bool | None:
@@ -491,12 +521,57 @@ def _applying(apply: Callable[..., nn.Module], answers: FakeValues) -> Callable[
     return apply_in_place
 
 
-_SAYS_CPU = re.compile(r"""\.to\(\s*(device\s*=\s*)?(torch\.device\()?["']cpu["']""")
-
-
 def _says_cpu(frame: FrameType) -> bool:
-    """Whether the line that runs moves something to the CPU by that name."""
-    return _SAYS_CPU.search(linecache.getline(frame.f_code.co_filename, frame.f_lineno)) is not None
+    """Whether the call that runs names the CPU: by its name, or by a variable that the file sets to nothing else."""
+    file = frame.f_code.co_filename
+    _, last_line, _, last_column = _span(frame)
+    call = _calls(file).get((last_line, last_column))
+    given = [*call.args, *(one.value for one in call.keywords if one.arg == "device")] if call is not None else []
+    return any(_is_cpu(value, file) for value in given)
+
+
+def _is_cpu(value: ast.expr, file: str) -> bool:
+    return _is_cpu_itself(value) or _name_of(value) in _names_of_cpu(file)
+
+
+def _name_of(node: ast.AST) -> str:
+    """Of a variable, or with a dot of an attribute, whose owner is not asked; none of what each tensor has."""
+    if isinstance(node, ast.Attribute):
+        return f".{node.attr}" if node.attr != "device" else ""
+    return node.id if isinstance(node, ast.Name) else ""
+
+
+def _span(frame: FrameType) -> tuple[int | None, int | None, int | None, int | None]:
+    """Where in the file is what runs: first and last line, first and last column."""
+    return next(itertools.islice(frame.f_code.co_positions(), frame.f_lasti // 2, None))
+
+
+@functools.lru_cache(maxsize=64)
+def _calls(file: str) -> dict[tuple[int | None, int | None], ast.Call]:
+    """Calls by where they end, as no other does; Python says of some only where the name of the method begins."""
+    return {(node.end_lineno, node.end_col_offset): node for node in _statements(file) if isinstance(node, ast.Call)}
+
+
+@functools.lru_cache(maxsize=64)
+def _names_of_cpu(file: str) -> frozenset[str]:
+    """Variables and attributes that are set to the CPU, wherever the file sets one of that name."""
+    nodes = _statements(file)
+    named: Counter[str] = Counter()
+    for node in nodes:
+        if isinstance(node, ast.Assign | ast.AnnAssign) and node.value is not None and _is_cpu_itself(node.value):
+            named.update(map(_name_of, node.targets if isinstance(node, ast.Assign) else [node.target]))
+    named.pop("", None)
+    stores = Counter(_name_of(node) for node in nodes if isinstance(getattr(node, "ctx", None), ast.Store))
+    others = {node.arg for node in nodes if isinstance(node, ast.arg)}
+    others |= {node.asname or node.name for node in nodes if isinstance(node, ast.alias)}
+    return frozenset(name for name, count in named.items() if count == stores[name] and name not in others)
+
+
+def _is_cpu_itself(value: ast.expr) -> bool:
+    """Whether it is "cpu" or torch.device("cpu")."""
+    if isinstance(value, ast.Call) and ast.unparse(value.func) in ("torch.device", "device") and value.args:
+        value = value.args[0]
+    return isinstance(value, ast.Constant) and value.value == "cpu"
 
 
 def _converted(parameter: nn.Parameter, fn: Callable[[Tensor], Tensor]) -> nn.Parameter:
@@ -535,7 +610,8 @@ def not_traced(answers: FakeValues) -> Iterator[None]:
 
     It asks whether a tensor is fake in order to write another step into a graph: Mamba's scan in one piece, which holds
     more, for one step of a sequence after another. Of long sequences these take longer than a dry run has, so the scan
-    stays, and a note says so. Of masks it asks so as not to read values that a dry run does not know either.
+    stays, with what these hold (`_Scan`), and a note says so. Of masks it asks so as not to read values that a dry run
+    does not know either, unless it made the mask itself: of ones alone, it goes without.
     """
     utils = sys.modules.get("transformers.utils.import_utils")
     if not hasattr(utils, "is_fake_tensor"):
@@ -543,15 +619,51 @@ def not_traced(answers: FakeValues) -> Iterator[None]:
         return
 
     def is_taken_for_fake(value: Any) -> bool:
-        if not isinstance(value, FakeTensor) or not value.is_floating_point():
-            return isinstance(value, FakeTensor)
+        if not isinstance(value, FakeTensor) or value.constant is not None:
+            return False
+        if not value.is_floating_point():
+            return True
         is_long = min(value.shape[1:], default=0) > _LONGEST_LOOP  # steps or channels, in either order
         if is_long:
-            answers.notes.setdefault("long sequences are scanned in one piece, which holds more than step after step")
+            answers.notes.setdefault(
+                "long scans are one operator here: they hold as much step after step, and take longer"
+            )
         return is_long
 
-    with replaced(utils, "is_fake_tensor", is_taken_for_fake):
+    def scan(_combine: Any, pair: tuple[Tensor, Tensor], **_options: Any) -> tuple[None, Tensor]:
+        function: Any = _Scan
+        return None, function.apply(*pair)
+
+    with contextlib.ExitStack() as undo:
+        undo.enter_context(replaced(utils, "is_fake_tensor", is_taken_for_fake))
+        for name in ("mamba", "falcon_mamba"):
+            models = sys.modules.get(f"transformers.models.{name}.modeling_{name}")
+            if hasattr(models, "associative_scan"):
+                undo.enter_context(replaced(models, "associative_scan", scan))
         yield
+
+
+class _Scan(Function):
+    """Allocates as `state = factor * state + term` does step after step: each state is kept, for the backward pass too.
+    That adds the gradients of one step to those of all, while the gradients of what all steps gave are there, and in
+    half precision the copies of states that these were made of."""
+
+    @staticmethod
+    def forward(ctx: Any, factors: Tensor, terms: Tensor) -> Tensor:
+        batch, width, steps, size = factors.shape
+        states = terms.new_empty((batch, steps, width, size)).permute(0, 2, 1, 3)  # each step as it is made
+        ctx.save_for_backward(factors, states)
+        cast = torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else torch.get_default_dtype()
+        copied = states.numel() if cast.itemsize < states.element_size() else 0
+        ctx.held_bytes = cast.itemsize * (copied + batch * width * steps)
+        return states
+
+    @staticmethod
+    def backward(ctx: Any, *_gradients: Tensor) -> tuple[Tensor, Tensor]:
+        factors, _states = ctx.saved_tensors
+        made = torch.empty_like(factors), torch.empty_like(factors)
+        _held_too = torch.empty_like(factors), factors.new_empty((ctx.held_bytes,), dtype=torch.uint8)
+        return made
 
 
 @contextlib.contextmanager
@@ -600,6 +712,7 @@ def fake_values(otherwise: str = "") -> Iterator[FakeValues]:
             ("cpu", lambda tensor, *_, **__: answers.leave(tensor)),
             ("__format__", _printed),
             ("tolist", _listed),
+            ("device", property(answers.device)),
             ("data", property(_DATA.__get__, _set_data)),
             ("pin_memory", _unchanged),
         ):

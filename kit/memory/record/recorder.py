@@ -233,7 +233,7 @@ class BlockRecorder(TorchDispatchMode):
     def leave(self, tensor: Tensor) -> Tensor:
         """A copy of `tensor` on the host, where what is computed from such copies alone stays; its gradient comes
         back. Before the first batch all is on the host, and goes to the device then."""
-        if not self._ledger.begun or not self.knows(tensor):
+        if not self.holds(tensor):
             return tensor
         self._has_left = True
         copy: Tensor = _ToHost.apply(tensor, self)  # type: ignore[no-untyped-call]
@@ -254,13 +254,17 @@ class BlockRecorder(TorchDispatchMode):
         return copy
 
     def has_left(self, tensor: Tensor) -> bool:
-        """Was `tensor` moved to the host, or computed there?"""
-        ref = self._alive.get(tensor.untyped_storage()._cdata)
-        return ref.block == _ON_HOST if ref is not None else type(tensor) is Tensor  # a real one: from numpy
+        """Was `tensor` moved to the host, or computed there? A real one that nobody knows comes from numpy."""
+        refs = [self._alive.get(plain.untyped_storage()._cdata) for plain in plain_tensors(tensor)]
+        return all(ref.block == _ON_HOST if ref is not None else type(tensor) is Tensor for ref in refs)
 
     def knows(self, tensor: Tensor) -> bool:
         """Is `tensor` on the device, in a block of this recording?"""
         return all(block is not None for block in map(self._block_of, plain_tensors(tensor)))
+
+    def holds(self, tensor: Tensor) -> bool:
+        """Is `tensor` on the device, now that what is trained has gone there?"""
+        return self._ledger.begun and self.knows(tensor)
 
     def _block_of(self, tensor: Tensor) -> int | None:
         """The block that holds a plain tensor; None for one that is not on the device."""
@@ -476,9 +480,10 @@ class BlockRecorder(TorchDispatchMode):
         if not operands or not all(type(one) in (FakeTensor, Tensor) and self.has_left(one) for one in operands):
             return False
         for tensor in tensors_in(out):
-            storage = tensor.untyped_storage()
-            if storage._cdata not in self._alive:
-                self._watch(storage, _ON_HOST)
+            for plain in plain_tensors(tensor):
+                storage = plain.untyped_storage()
+                if storage._cdata not in self._alive:
+                    self._watch(storage, _ON_HOST)
         return True
 
     def _ran(self, name: int, call: int) -> None:

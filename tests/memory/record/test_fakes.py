@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from dry_parts import asserted
+from dry_parts import asserted, peak
 from torch import nn
 from torch._subclasses import fake_impls
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
@@ -347,9 +347,46 @@ def test_a_package_that_asks_for_fake_tensors_takes_short_sequences_step_by_step
     utils.is_fake_tensor = is_fake = lambda value: isinstance(value, FakeTensor)
     monkeypatch.setitem(sys.modules, "transformers.utils.import_utils", utils)
     with fake_values() as answers, FakeMode(), not_traced(answers):
-        mask, short, long = torch.ones(2, 8), torch.empty(2, 64, 512), torch.empty(2, 2048, 512)
+        mask, short, long = torch.empty(2, 8), torch.empty(2, 64, 512), torch.empty(2, 2048, 512)
         assert [utils.is_fake_tensor(value) for value in (mask.bool(), short)] == [True, False]
+        known = torch.ones(2, 8).bool()
+        assert known.all()
+        assert not utils.is_fake_tensor(known)
         assert not answers.notes
         assert utils.is_fake_tensor(long)
         assert answers.notes
     assert utils.is_fake_tensor is is_fake
+
+
+def stepwise(factors, terms, weights):
+    """As Mamba scans: states of (samples, channels, size), each multiplied as it comes."""
+    state, found = torch.zeros_like(terms[:, :, 0]), []
+    for step in range(terms.shape[2]):
+        state = factors[:, :, step] * state + terms[:, :, step]
+        found.append(torch.matmul(state, weights[:, step].unsqueeze(-1))[:, :, 0])
+    return torch.stack(found, dim=-1)
+
+
+def in_one_piece(factors, terms, weights):
+    _, states = sys.modules[MAMBA].associative_scan(None, (factors, terms), dim=2)
+    return torch.matmul(states.permute(0, 2, 1, 3), weights.unsqueeze(-1)).squeeze(-1).permute(0, 2, 1)
+
+
+MAMBA = "transformers.models.mamba.modeling_mamba"
+
+
+def test_a_scan_in_one_piece_holds_what_its_steps_do(monkeypatch):
+    for name in ("transformers.utils.import_utils", MAMBA):
+        monkeypatch.setitem(sys.modules, name, types.ModuleType(name))
+    sys.modules["transformers.utils.import_utils"].is_fake_tensor = sys.modules[MAMBA].associative_scan = lambda *_: (
+        None
+    )
+
+    def peak_bytes(scan):
+        with fake_values() as answers, FakeMode(), BlockRecorder() as recorder, not_traced(answers):
+            recorder.begin_batch()
+            factors, terms = (torch.rand(2, 64, 48, 16, requires_grad=True) for _ in range(2))
+            scan(factors, terms, torch.rand(2, 48, 16, requires_grad=True)).square().mean().backward()
+        return peak(recorder.recording(2, 1))
+
+    assert peak_bytes(in_one_piece) == pytest.approx(peak_bytes(stepwise), rel=0.03)

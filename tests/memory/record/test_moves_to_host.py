@@ -42,6 +42,9 @@ def peak_bytes(make_module, **options):
     return peak(predict(make_module, lambda: data, Config(), device_kind="cuda", **options))
 
 
+HOST = device = torch.device("cpu")
+
+
 def device_of_this_machine():
     return "cuda" if torch.cuda.is_available() else "cpu"
 
@@ -52,10 +55,15 @@ def device_of_this_machine():
         lambda output: output.cpu(),
         lambda output: output.to("cpu"),
         lambda output: output.to(torch.device("cpu"), non_blocking=True),
+        lambda output: output.square().to(
+            device="cpu",
+            non_blocking=True,
+        ),
+        lambda output: output.to(HOST),
         lambda output: output.cpu().double().softmax(1),
         lambda output: torch.from_numpy(output.cpu().numpy()) + 1,
     ],
-    ids=["cpu", "by name", "by device", "computed there", "by numpy"],
+    ids=["cpu", "by name", "by device", "over several lines", "by a constant", "computed there", "by numpy"],
 )
 def test_what_is_kept_on_the_host_takes_nothing(keep):
     assert peak_bytes(keeping(keep)) == peak_bytes(Layers)
@@ -63,12 +71,29 @@ def test_what_is_kept_on_the_host_takes_nothing(keep):
 
 @pytest.mark.parametrize(
     "keep",
-    [lambda output: output.to(device_of_this_machine()), lambda output: output.cpu().to(output.device)],
-    ids=["the device of the machine", "there and back"],
+    [
+        lambda output: output.to(device_of_this_machine()),
+        lambda output: output.cpu().to(output.device),
+        lambda output, where="cpu": output.to(where),
+        lambda output: (output.to(device_of_this_machine()), output.mean().to("cpu"))[0],
+    ],
+    ids=["the device of the machine", "there and back", "a default", "beside what is moved"],
 )
 def test_what_is_on_the_device_or_comes_back_counts(keep):
     """A name that another machine would fill in otherwise says nothing."""
     assert peak_bytes(keeping(keep)) >= peak_bytes(Layers) + OUTPUT_BYTES
+
+
+class BesideSparse(Layers):
+    def keep(self, output):
+        self.kept.append(output.cpu())
+        places = torch.zeros(2, 4, dtype=torch.long, device=output.device)
+        values = torch.ones(4, device=output.device)
+        torch.sparse_coo_tensor(places, values, (WIDTH, WIDTH)).coalesce().to_dense()
+
+
+def test_sparse_matrices_can_be_used_where_something_has_left():
+    assert peak_bytes(BesideSparse) == peak_bytes(Layers)
 
 
 class Collecting(Layers):
@@ -130,3 +155,30 @@ class FromTheStart(Layers):
 
 def test_what_was_on_the_host_before_training_goes_to_the_device():
     assert peak_bytes(FromTheStart) == peak_bytes(Layers) + OUTPUT_BYTES
+
+
+class Asking(FromTheStart):
+    """Moves its table to the host, where it is not there anyway."""
+
+    def training_step(self, batch, index):
+        if self.table.device.type != "cpu":
+            self.table = self.table.cpu()
+        assert self.table.device.type == "cpu"
+        return super().training_step(batch, index)
+
+
+class Refusing(Layers):
+    """Calls what only a machine with a card has."""
+
+    def training_step(self, batch, index):
+        if batch.device.type != "cpu":
+            raise RuntimeError("no card here")
+        return super().training_step(batch, index)
+
+
+def test_code_that_asks_whether_a_tensor_is_on_the_cpu_is_told_of_the_card():
+    assert peak_bytes(Asking) == peak_bytes(Layers)
+
+
+def test_what_a_card_alone_can_do_is_recorded_as_on_the_cpu():
+    assert peak_bytes(Refusing) == peak_bytes(Layers)
