@@ -5,8 +5,9 @@ within what they index. Sets of arguments take turns, together more than a cache
 optimizer's state and what a backward pass reads were last used half a step before or longer. What cannot be made again
 (a generator's state, a handle) is not timed.
 
-A time is the low decile of several repeats, since whatever else runs can only slow them. `OtherLoad` tells how many
-cores other programs used meanwhile: a table taken beside them is not kept.
+A time is the lower quartile of several repeats: whatever else runs can only slow them, and a step is too long for the
+fastest moments of a host. `OtherLoad` tells how many cores other programs used meanwhile: a table taken beside them is
+not kept.
 """
 
 from __future__ import annotations
@@ -72,7 +73,7 @@ def _timed(function: Any, given: list[Any], device: torch.device, seconds: float
         if len(found) >= _REPEATS and time.perf_counter() - began > seconds:
             break
     found.sort()
-    return found[len(found) // 10]
+    return found[len(found) // 4]
 
 
 def _function(operator: str) -> Any:

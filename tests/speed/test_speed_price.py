@@ -4,11 +4,13 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+import torch
 
 from kit.errors import PlanError
 from kit.memory.replay.calls import OperatorCall, TensorSpec
 from kit.memory.replay.cards import CARDS, find_card, target_of
 from kit.memory.replay.replay import PHASES
+from kit.speed.call_timer import _copied
 from kit.speed.card_costs import CardCosts, card_of
 from kit.speed.cost_table import CostTable
 from kit.speed.links import STATED_REACHED, Link, Traffic, all_reduce_seconds, find_link, waited_for
@@ -175,8 +177,25 @@ def test_a_call_that_was_measured_takes_what_it_took_and_others_are_scaled():
 
 
 def test_a_table_comes_back_from_json():
-    table = CostTable("here", {product(64): 1e-3}, 1e-5, 1e-10, 1e-3)
+    table = CostTable("here", {product(64): 1e-3}, 1e-5, 2e-5, 1e-3, optimizer_call_seconds=1e-6)
     assert CostTable.of(table.to_json()) == table
+
+
+def test_python_costs_each_phase_what_it_costs_that_phase():
+    table = CostTable("here", {}, 1e-5, 2e-5, optimizer_call_seconds=1e-6).slowed(2.0)
+    assert [table.host_seconds(phase) for phase in ("forward", "backward", "optimizer")] == [4e-5, 2e-5, 2e-6]
+    add = OperatorCall("aten::add", (TensorSpec((8,), "float32"),), (), (TensorSpec((8,), "float32"),))
+    found = [price(step(add, phase=phase), table).host_seconds for phase in ("forward", "backward", "optimizer")]
+    assert found == pytest.approx([4e-5, 2e-5, 2e-6])
+
+
+@pytest.mark.parametrize("strides", [(6, 1), (1, 4), (0, 1), (12, 2)])
+def test_further_sets_of_arguments_lie_as_the_first(strides):
+    first = torch.rand(64).as_strided((4, 6), strides, 3)
+    (second,), named = _copied(([first], {"alpha": 2.0}))
+    assert (second.stride(), second.storage_offset(), named) == (strides, 3, {"alpha": 2.0})
+    assert torch.equal(first, second)
+    assert second.data_ptr() != first.data_ptr()
 
 
 def test_ranks_that_take_turns_at_the_cores_also_take_turns_at_adding_up_gradients():
