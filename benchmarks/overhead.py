@@ -7,7 +7,8 @@ in a fresh fork of a process that has imported Lightning: a process that has fit
 kit. The plain fit stands twice, so that the second row shows what chance alone does to a ratio; ratios are medians over
 rounds, each within its round. Beside the pace stands the CPU time of a step, of all threads of the process: that of
 others on the machine is not in it. The C allocator is told not to return memory to the system between steps: whether it
-does depends on the layout of the heap, and changes a step by a factor of two with or without kit.
+does depends on the layout of the heap, and changes a step by a factor of two with or without kit. A GPT of many small
+operators on all cores shows, besides, whether the threads of a trial wait for each other as they do elsewhere.
 
 What timing itself takes is too little to be seen in that. A second table has it alone: the actions and hooks of one
 step, written down in a real fit, are played again and again to the callbacks of a trial, with its clock, and their
@@ -35,7 +36,9 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from kit.config import Config
 from kit.events import EventWriter
+from kit.machine.machine import hardware
 from kit.memory.alongside import fit
+from kit.models import GPT, Tokens
 from kit.trial.context import Context
 from kit.trial.directory import Control, RunPaths
 from kit.trial.recorder import CommunicationTimer, StepClock, StepRecorder
@@ -90,18 +93,28 @@ class Pace(NamedTuple):
     """Of a step."""
 
 
+CASES: dict[str, tuple[Callable[[], LightningModule], Callable[[], Any], int]] = {
+    "one thread": (Convolutions, loader, 1),
+    "all cores": (functools.partial(GPT, vocabulary=1024, width=64, heads=2, layers=6, context=64),
+                  functools.partial(Tokens, 1024, 64, BATCH_SIZE, STEPS * BATCH_SIZE),
+                  hardware().cores),
+}  # fmt: skip
+"""Module, data and threads."""
+
+
 def serve() -> None:
-    """Fits without kit, one for each line on stdin, each in a fresh fork of this interpreter."""
-    for _ in sys.stdin:
+    """Fits without kit, one for each line on stdin, which names the case; each in a fresh fork of this interpreter."""
+    for line in sys.stdin:
         if (child := os.fork()) == 0:
-            fit_alone()
+            fit_alone(line.strip())
             os._exit(0)
         os.waitpid(child, 0)
 
 
-def fit_alone() -> None:
+def fit_alone(case: str) -> None:
     """One fit without kit; prints its pace."""
-    torch.set_num_threads(1)
+    module, data, threads = CASES[case]
+    torch.set_num_threads(threads)
     clock = Clock()
     trainer = Trainer(
         accelerator="cpu",
@@ -114,23 +127,24 @@ def fit_alone() -> None:
         enable_progress_bar=False,
         enable_model_summary=False,
     )
-    trainer.fit(Convolutions(), loader())
+    trainer.fit(module(), data())
     wall, cpu = (taken[-1] - taken[DROPPED - 1] for taken in (clock.times, clock.cpu))
     print(ANSWER, (STEPS - DROPPED) * BATCH_SIZE / wall, cpu / (STEPS - DROPPED), flush=True)
 
 
-def without_kit(server: subprocess.Popen[str]) -> Pace:
+def without_kit(server: subprocess.Popen[str], case: str) -> Pace:
     assert server.stdin is not None
     assert server.stdout is not None
-    print(file=server.stdin, flush=True)
+    print(case, file=server.stdin, flush=True)
     answer = next(line for line in server.stdout if line.startswith(ANSWER))
     return Pace(*map(float, answer.split()[1:]))
 
 
-def inside_kit(folder: str) -> Pace:
-    hardware = {"accelerator": "cpu", "devices": 1, "threads_per_rank": 1}
+def inside_kit(folder: str, case: str) -> Pace:
+    module, data, threads = CASES[case]
+    devices = {"accelerator": "cpu", "devices": 1, "threads_per_rank": threads}
     limits = {"max_steps": STEPS, "warmup_steps": DROPPED, "folder": folder}
-    trial = fit(Config.make({"hardware": hardware, "trial": limits}), Convolutions, loader).wait()
+    trial = fit(Config.make({"hardware": devices, "trial": limits}), module, data).wait()
     steps, used = trial.steps[DROPPED:], trial.event("cpu_used")
     assert used is not None
     speed = sum(step["samples"] for step in steps) / sum(step["step_seconds"] for step in steps)
@@ -147,14 +161,18 @@ def main() -> None:
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
         ) as server,
     ):
-        ways = {
-            "Lightning alone": lambda: without_kit(server),
-            "Lightning alone, again": lambda: without_kit(server),
-            "inside kit": lambda: inside_kit(folder),
-        }
-        rounds = [one_round(ways) for _ in range(REPETITIONS + 1)][1:]  # the first starts both interpreters
-    rows = [row(way, rounds) for way in ways]
-    publish("samples per second of one fit", rows, repetitions=REPETITIONS)
+        of_case: dict[str, list[dict[str, Pace]]] = {}
+        for case in CASES:
+            ways: dict[str, Callable[[], Pace]] = {
+                "Lightning alone": functools.partial(without_kit, server, case),
+                "Lightning alone, again": functools.partial(without_kit, server, case),
+                "inside kit": functools.partial(inside_kit, folder, case),
+            }
+            of_case[case] = [one_round(ways) for _ in range(REPETITIONS + 1)][1:]  # the first starts both interpreters
+    rounds = of_case["one thread"]
+    publish("samples per second of one fit", [row(way, rounds) for way in ways], repetitions=REPETITIONS)
+    found = [row(way, of_case["all cores"]) for way in ways]
+    publish("samples per second of one fit, all cores", found, repetitions=REPETITIONS, cores=hardware().cores)
     step_seconds = statistics.median(paces["Lightning alone"].cpu_seconds for paces in rounds)
     publish("what timing takes of a step", instrumentation(step_seconds), repetitions=ROUNDS, steps=PLAYED)
 
@@ -200,6 +218,7 @@ def instrumentation(step_seconds: float) -> list[dict[str, Any]]:
             logger=False, enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
         )  # fmt: skip
         trainer.fit(Convolutions(), loader())
+        trainer.training = True  # hooks ask for what a step logged
         actions = tape.heard[steps.ends[-3] : steps.ends[-2]]
         clock = [played(actions, StepClock()) for _ in range(ROUNDS)]
         whole = []
