@@ -43,7 +43,6 @@ from kit.memory.recordings import RecordingRequest, recordings_of
 from kit.memory.replay.cards import THIS_MACHINE, target_of
 from kit.memory.replay.replay import Recording
 from kit.speed import measure
-from kit.speed.cost_table import CostTable
 from kit.speed.measure import table_here, table_known
 from kit.speed.operators import step_of
 from kit.speed.prediction import speed_of
@@ -180,7 +179,7 @@ def looked_up(answers: Path) -> dict[tuple[str, int, str], float]:
     found = {}
     for setting, recording in steps.items():
         others = {call: spent for call, spent in table.measured.items() if owners.get(call, set()) != {setting[0]}}
-        less = CostTable(table.name, others, table.call_seconds, table.forward_call_seconds, table.step_seconds)
+        less = dataclasses.replace(table, measured=others)
         found[setting] = speed_of(recording, query_target, costs=less).step_seconds
     return found
 

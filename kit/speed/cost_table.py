@@ -39,7 +39,7 @@ class CostTable:
     name: str
     measured: Mapping[OperatorCall, float]
     """Seconds of each call that was measured."""
-    call_seconds: float = 0.0
+    backward_call_seconds: float = 0.0
     """Of the host for each call of a backward pass, beside the call itself: autograd."""
     forward_call_seconds: float = 0.0
     """For each call of a forward pass: modules and hooks in Python, and autograd's graph."""
@@ -50,6 +50,7 @@ class CostTable:
     checkpoint_operator_seconds: float = 0.0
     """Of the host for each of those, beside the operator: what it saves goes through hooks in Python."""
     optimizer_call_seconds: float = 0.0
+    """For each call of the optimizer's: its loop in Python."""
     doubt: float = 1.15
     asynchronous: bool = False
     link: Link | None = None
@@ -61,7 +62,7 @@ class CostTable:
         """Of the host for each call in a phase."""
         if phase == "optimizer":
             return self.optimizer_call_seconds
-        return self.call_seconds if phase == "backward" else self.forward_call_seconds
+        return self.backward_call_seconds if phase == "backward" else self.forward_call_seconds
 
     def checkpoint_seconds(self, operators: int) -> float:
         """Of the host for a checkpointed call that repeats so many operators, beside those."""
@@ -184,8 +185,8 @@ class CostTable:
 
 
 _OF_HOST = (
-    "call_seconds", "forward_call_seconds", "optimizer_call_seconds", "step_seconds", "checkpoint_call_seconds",
-    "checkpoint_operator_seconds",
+    "backward_call_seconds", "forward_call_seconds", "optimizer_call_seconds", "step_seconds",
+    "checkpoint_call_seconds", "checkpoint_operator_seconds",
 )  # fmt: skip
 _KEPT = ("name", *_OF_HOST, "asynchronous")
 

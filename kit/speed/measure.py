@@ -327,7 +327,7 @@ def _measured(
     if host:
         costs: dict[str, Any] = found["host"]
         table = dataclasses.replace(
-            table, call_seconds=costs["backward"], forward_call_seconds=costs["forward"],
+            table, backward_call_seconds=costs["backward"], forward_call_seconds=costs["forward"],
             optimizer_call_seconds=costs["optimizer"], step_seconds=costs["batch"],
             checkpoint_call_seconds=costs["checkpoint call"], checkpoint_operator_seconds=costs["checkpoint operator"],
             asynchronous=resolved.accelerator == "gpu", host_known=True,

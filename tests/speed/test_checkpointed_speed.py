@@ -66,7 +66,7 @@ CASES = {
     "transformer": (Words, (Field(shape=(128,), below=128), Field(below=10))),
 }
 HERE = CostTable(
-    "here", {}, call_seconds=1e-5, forward_call_seconds=2e-5, step_seconds=1e-3, checkpoint_call_seconds=1e-4,
+    "here", {}, backward_call_seconds=1e-5, forward_call_seconds=2e-5, step_seconds=1e-3, checkpoint_call_seconds=1e-4,
     checkpoint_operator_seconds=1e-5,
 )  # fmt: skip
 

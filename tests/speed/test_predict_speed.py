@@ -126,7 +126,7 @@ def test_two_ranks_time_calls_beside_each_other_and_what_joins_them(config, monk
     assert together.link.measured
     assert together.link.bytes_per_second > 0
     assert CostTable.of(together.to_json()) == together
-    assert together.call_seconds >= 1e-5
+    assert together.backward_call_seconds >= 1e-5
     assert measure.table_known(alone).link is None
     monkeypatch.setattr(measure, "_measured", functools.partial(pytest.fail, "measured again"))
     assert predict_speed(two, TinyModule, TinyData, measure_seconds=0.0).step_seconds > 0
@@ -169,7 +169,7 @@ def test_what_was_measured_beside_other_programs_answers_again_and_is_said(confi
     path = measure._path(config(), measure.take_devices(config()).resolved)
     measure._keep(path, CostTable("this CPU", {}, 1e-5, 0.0, 1e-3), 1.5)  # the host's costs take a minute
     first = measure.table_here(config(), step, seconds=2.0)
-    assert first.table.call_seconds == 1e-5
+    assert first.table.backward_call_seconds == 1e-5
     assert first.table.measured.keys() & set(step.calls)
     assert first.busy_cores >= 1.5
     with monkeypatch.context() as patched:

@@ -10,6 +10,7 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
+from kit.records.trace import BESIDE_TRAINING
 from kit.studies.diagnosis.evidence import Evidence
 from kit.studies.diagnosis.rule import MANY_STEPS, SLIVER, Change, Range, Rule, without, without_part
 from kit.studies.diagnosis.sampler import DRAWERS, LOGGERS
@@ -87,7 +88,7 @@ def drawing_hook(found: Evidence) -> str | None:
 def left_out_fraction(found: Evidence) -> float:
     """Of the time, what a short trial leaves out: loggers, validation, checkpoints."""
     logged = (line["fraction"] for line in _drawn(found) if line["package"] in LOGGERS and line["part"] != "logging")
-    beside = math.fsum(found.shares.get(part, 0.0) for part in ("validation", "checkpoint", "logging"))
+    beside = math.fsum(found.shares.get(part, 0.0) for part in BESIDE_TRAINING)
     return min(1.0, beside + math.fsum(logged))
 
 
