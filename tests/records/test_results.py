@@ -6,6 +6,7 @@ import json
 import os
 import re
 import threading
+import time
 from collections import Counter
 
 import pytest
@@ -340,7 +341,7 @@ def test_requests_far_from_predicted_are_explained_by_what_was_counted(tmp_path)
     assert results(tmp_path / "near")[0]["ratio_notes"] is None
 
 
-def test_a_prediction_that_is_being_made_is_waited_for(tmp_path, capsys):
+def test_a_prediction_that_is_being_made_is_waited_for(tmp_path, monkeypatch):
     made = make_run(tmp_path / "runs", end=COMPLETE)
     making = make_run(tmp_path / "making")
     made.predicting.write_text(str(making.directory))
@@ -348,17 +349,19 @@ def test_a_prediction_that_is_being_made_is_waited_for(tmp_path, capsys):
     assert found[0]["prediction"] == UNDER_WAY
     assert UNDER_WAY in repr(found)
 
+    said = io.StringIO()  # not capsys: what is printed while another thread reads from it may be lost
+    monkeypatch.setattr("sys.stdout", said)
+
     def answer():
-        while "waiting" not in "".join(said):
-            said.append(capsys.readouterr().out)
+        while "waiting" not in said.getvalue():
+            time.sleep(0.01)
         made.write_prediction({"device_allocated_bytes": 1000, "device_reserved_bytes": 2000, "complete": True})
 
-    said = []
-    thread = threading.Thread(target=answer)
+    thread = threading.Thread(target=answer, daemon=True)
     thread.start()
     assert results(tmp_path / "runs")[0]["device_allocated_bytes_predicted"] == 1000
     thread.join()
-    assert made.directory.name in "".join(said)
+    assert made.directory.name in said.getvalue()
     made.prediction.unlink()
     writer = EventWriter(making.supervisor_events, -1)
     writer.write("trial_ended", **COMPLETE, cause=None)
