@@ -204,9 +204,9 @@ class Hardware(Section):
         "stand in for a small GPU. 0 allows all there is.", unit="bytes", ge=0, le=1 << 50,
     )  # fmt: skip
     keep_freed_memory: bool = setting(
-        False, "For the host: memory that a rank frees stays with it, where glibc would give large arrays back to the "
-        "system, which takes a page fault for every 4 KiB of the next ones. On a CPU, steps with large tensors get "
-        "faster; a rank then holds the most that it ever held.",
+        True, "Where a CPU trains: memory that a rank frees stays with it. glibc would give large arrays back to the "
+        "system, now and then or at every step, which takes a page fault for every 4 KiB of the next ones. A rank then "
+        "holds the most that it ever held. On a GPU it changes nothing.",
     )  # fmt: skip
 
     @property

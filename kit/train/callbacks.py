@@ -405,7 +405,7 @@ class CommittedConfig(Callback):
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         hardware = self.committed.hardware
         torch.set_num_threads(hardware.threads_per_rank or max(1, share().cores // trainer.num_devices))
-        if hardware.keep_freed_memory:
+        if hardware.keep_freed_memory and trainer.strategy.root_device.type == "cpu":
             keep_freed_memory()
 
 

@@ -209,7 +209,7 @@ def _work(paths: RunPaths, rank: int, writer: EventWriter) -> int:
         _settle(environment)
         _send_warnings(writer)
         context = Context(paths, Config.load(paths.config), environment, rank, writer, Control(paths.control))
-        if context.config.hardware.keep_freed_memory:
+        if context.config.hardware.keep_freed_memory and environment.get("accelerator") != "gpu":
             keep_freed_memory()
         with confined_job(context):
             job = load(f"job.{environment.get('job', 'fit')}")  # only now: each job brings its own libraries
