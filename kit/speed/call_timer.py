@@ -2,8 +2,10 @@
 
 Tensors get numbers from 0.5 to 1.5, so that no logarithm or root fails and nothing underflows; whole numbers stay
 within what they index. Sets of arguments take turns, together more than a cache holds, as in a step: weights, the
-optimizer's state and what a backward pass reads were last used half a step before or longer. What cannot be made again
-(a generator's state, a handle) is not timed.
+optimizer's state and what a backward pass reads were last used half a step before or longer. Results take turns
+likewise, in memory that is kept, so that no call waits for pages. What cannot be made again (a generator's state, a
+handle) is not timed. Known limit: numbers without zeros. A CPU's square root of zeros takes five times as long, as an
+optimizer has them of an embedding's rows that no batch reached.
 
 A time is the lower quartile of several repeats: whatever else runs can only slow them, and a step is too long for the
 fastest moments of a host. `OtherLoad` tells how many cores other programs used meanwhile: a table taken beside them is
@@ -13,6 +15,7 @@ not kept.
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Callable
 from typing import Any
 
@@ -42,7 +45,8 @@ def time_call(call: OperatorCall, device: torch.device, seconds: float = _CALL_S
         return None
     try:
         function = _function(call.operator)
-        sets = 1 if size < LEAST_BYTES else max(1, min(MOST_SETS, -(-CACHE_BYTES // size)))
+        read = sum(spec.bytes for spec in call.inputs)
+        sets = 1 if size < LEAST_BYTES else max(1, min(MOST_SETS, -(-CACHE_BYTES // max(read, 1))))
         given = [_arguments(call, device)]
         given += [_copied(given[0]) for _ in range(sets - 1)]
         with torch.no_grad():
@@ -52,11 +56,13 @@ def time_call(call: OperatorCall, device: torch.device, seconds: float = _CALL_S
 
 
 def _timed(function: Any, given: list[Any], device: torch.device, seconds: float) -> float:
+    results: deque[Any] = deque(maxlen=len(given))  # the next result goes where no cache has numbers
+
     def run(times: int) -> float:
         began = time.perf_counter()
         for turn in range(times):
             args, named = given[turn % len(given)]
-            function(*args, **named)
+            results.append(function(*args, **named))
         if device.type == "cuda":
             torch.cuda.synchronize(device)
         return (time.perf_counter() - began) / times
