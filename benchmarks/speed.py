@@ -5,10 +5,11 @@
 
 Each setting is recorded and its calls are timed in a process of their own, in which no step of the model runs; then it
 is run in real trials (`predict` or `measure` do one half). They append one JSON line for each setting to the answers,
-leave out what stands there, and end after so many seconds, so that they run in short pieces on quiet cores. A measured
-step is the median of the faster half of the steps after warm-up, without the wait for data, in the fastest of three
-trials: what else runs on a machine only slows a step. How much they differ is told beside the errors, which cannot be
-smaller. `reprice` writes the predictions anew from recordings and measured calls, after more of these.
+leave out what stands there, and end after so many seconds, so that they run in short pieces on quiet cores. Each waits
+until other programs leave the cores alone, and a trial after which they do not is run again. A measured step is the
+median of the faster half of the steps after warm-up, without the wait for data, in the fastest of three trials: what
+else runs on a machine only slows a step. How much they differ is told beside the errors, which cannot be smaller.
+`reprice` writes the predictions anew from recordings and measured calls, after more of these.
 
 Beside kit's prediction stand `table`, which has no call of the model itself timed but those of kit's own small modules
 and of models before it, and `lookup`, in which a call takes the time of the nearest call of the same operator in
@@ -33,6 +34,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent))
 
+import psutil
 import speed_models
 from publish import publish
 from speed_models import MODELS
@@ -50,6 +52,7 @@ from kit.trial.trial import Trial
 
 PARTS = ("transfer", "forward", "backward", "optimizer", "other")
 STEPS, WARM_UP, ROUNDS, PRECISIONS = 16, 4, 3, ("32-true", "bf16-mixed")
+MOST_ROUNDS, QUIET_FRACTION, QUIET_SECONDS = 5, 0.08, 60.0
 CALL_SECONDS = 6.0
 Row = dict[str, Any]
 measure.BUSY_CORES = math.inf  # what others used is in the answers
@@ -74,6 +77,7 @@ def given(name: str, batch: int) -> tuple[Any, Any]:
 def predicted(name: str, batch: int, precision: str, folder: Path) -> Row:
     """What kit says, without a step of the model."""
     config = config_of(precision, folder)
+    others_used(QUIET_SECONDS)
     began = time.monotonic()
     query, target = make_query(*given(name, batch), config, THIS_MACHINE)
     (recording,) = recordings_of(RecordingRequest(query), 120.0)
@@ -107,9 +111,23 @@ def repriced(answers: Path) -> None:
 
 
 def measured(name: str, batch: int, precision: str, folder: Path) -> Row:
-    trials = [kit.fit(config_of(precision, folder), *given(name, batch)).wait() for _ in range(ROUNDS)]
-    fastest = min(trials, key=step_seconds)
-    return {"seconds": step_seconds(fastest), "rounds": list(map(step_seconds, trials)), "run": fastest.name}
+    trials: list[tuple[bool, float, str]] = []
+    while len(trials) < MOST_ROUNDS and sum(quiet for quiet, _, _ in trials) < ROUNDS:
+        others_used(QUIET_SECONDS)
+        trial = kit.fit(config_of(precision, folder), *given(name, batch)).wait()
+        trials.append((others_used() < QUIET_FRACTION, step_seconds(trial), trial.name))
+    quiet = [(seconds, run) for quiet, seconds, run in trials if quiet]
+    fastest, run = min(quiet or [(seconds, run) for _, seconds, run in trials])
+    rounds = [seconds for _, seconds, _ in trials]
+    return {"seconds": fastest, "rounds": rounds, "quiet": len(quiet), "run": run}
+
+
+def others_used(patience_seconds: float = 0.0) -> float:
+    """The fraction of all cores that is in use while this program does nothing, once it is small or so long waited."""
+    ends = time.monotonic() + patience_seconds
+    while (used := psutil.cpu_percent(0.4) / 100) >= QUIET_FRACTION and time.monotonic() < ends:
+        pass
+    return used
 
 
 def step_seconds(trial: Trial) -> float:

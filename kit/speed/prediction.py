@@ -106,7 +106,7 @@ def predict_speed(
     costs: Costs
     if target.name == THIS_MACHINE:
         if target.device_kind == "cpu" and not query.config.hardware.keep_freed_memory:
-            reasons.append("hardware.keep_freed_memory is off: page faults of memory that is given back are not counted")
+            reasons.append("hardware.keep_freed_memory is off: page faults of memory given back are not counted")
         step = shared_step(recording, strategy, query.world_size) if strategy else step_of(recording)
         taken = table_here(query.config, step, ranks=query.world_size, seconds=measure_seconds)
         costs = taken.table
