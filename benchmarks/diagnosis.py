@@ -68,7 +68,7 @@ ENDINGS = {
     "development": "", "kept aside": ", kept aside", "example": ", examples of others", "unseen": ", unseen",
     "elsewhere": ", from elsewhere",
 }  # fmt: skip
-MEASURED = ("full precision", "batch too small")
+MEASURED = ("full precision", "batch too small", "page faults")
 """Findings whose threshold is a gain: one that helps by less is a false alarm."""
 
 
