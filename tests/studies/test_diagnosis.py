@@ -603,6 +603,9 @@ def test_page_faults_are_a_finding_where_keeping_memory_was_measured_to_help():
     assert "page faults" not in worth_measuring(forked)
 
 
+LOGGED = "drawing or logging in the step"
+
+
 def test_what_writes_logs_is_told_once():
     writer = {"name": "Thread-7", "cores": 0.4, "place": "", "package": "tensorboard"}
     logged = [line(package="tensorboard", fraction=0.3)]
@@ -611,7 +614,7 @@ def test_what_writes_logs_is_told_once():
     both = replace(found, hosts={0: host(threads=[writer, *beat], lines=logged)})
     assert "interpreter held by a thread" not in names(found)
     assert "interpreter held by a thread" in names(both)
-    assert "drawing or logging in the step" in names(both)
+    assert LOGGED in names(both)
     alone = replace(found, hosts={0: host(threads=[writer])})
     assert "interpreter held by a thread" in names(alone)
 
