@@ -1,13 +1,15 @@
-"""The diagnosis on fifty-six pipelines with planted faults: named, missed, false alarms, and gains that are kept.
+"""The diagnosis on sixty pipelines with planted faults: named, missed, false alarms, and gains that are kept.
 
-    python benchmarks/diagnosis.py [--seconds 170] [--only TEXT] [--kinds development] [--gains] [--record]
+    python benchmarks/diagnosis.py [--folder FOLDER] [--seconds 170] [--only TEXT] [--kinds development] [--gains]
+        [--record]
 
-The pipelines are those of `benchmarks/pipelines`: forty-one with one planted fault each, fifteen with none. Of each,
+The pipelines are those of `benchmarks/pipelines`: forty-five with one planted fault each, fifteen with none. Of each,
 one after another: a trial is run and diagnosed; where the planted fault has a cure that is about time, the pipeline and
 its cure run in turn until the gain is known to a tenth, or for thirty seconds; and TraceML watches the same pipeline in
 a plain Lightning Trainer (`pip install -e ".[benchmarks]"`, left out where it is not installed). What is done is
-appended to a file of results, and a second start goes on from there, so that the whole fits into short quiet times of a
-machine.
+appended to results.jsonl in `--folder`, with the state of the code, and a second start of the same state goes on from
+there, so that the whole fits into short quiet times of a machine; the kinds that no rule was tuned on come first. What
+there was no time for is listed, and rows of other states are left out.
 
 *named* is whether the planted fault is among the findings; *false alarms* are findings that are neither planted nor, by
 the pipeline's own account, also true, nor seen to be true when their change was tried (*also true*, with the gain).
@@ -18,12 +20,14 @@ two minutes. *TraceML* is its main verdict; whether that points at the part of a
 counted, since it names no causes. The ten pipelines that were kept aside have a table of their own: nothing was tuned
 on them. So have the nine as examples of other packages have them: before the rules knew them, none of their seven
 faults was named. The ten that are unseen were written after the rules, and so were the six from elsewhere, which were
-run once.
+run once, and the four of a second group.
 """
 
 from __future__ import annotations
 
 import argparse
+import functools
+import hashlib
 import json
 import math
 import os
@@ -60,15 +64,16 @@ POINTS = {
 }  # fmt: skip
 """Words in TraceML's verdict, or in its summary, that point at the part of a step in which the fault lies."""
 FOLDER = Path(tempfile.gettempdir(), "kit-diagnosis")
-RESULTS = FOLDER / "results.jsonl"
+ROOT = Path(__file__).parents[1]
 TITLE = "diagnosis of planted faults"
 MOST_PAIRS, PAIR_SECONDS = 24, 30.0
 KEPT, KNOWN = 0.2, 0.1
 ENDINGS = {
-    "development": "", "kept aside": ", kept aside", "example": ", examples of others", "unseen": ", unseen",
-    "elsewhere": ", from elsewhere",
+    "elsewhere again": ", from elsewhere, second group", "kept aside": ", kept aside", "elsewhere": ", from elsewhere",
+    "unseen": ", unseen", "example": ", examples of others", "development": "",
 }  # fmt: skip
-MEASURED = ("full precision", "batch too small")
+"""By kind of pipeline, in the order in which they are run."""
+MEASURED = ("full precision", "batch too small", "page faults")
 """Findings whose threshold is a gain: one that helps by less is a false alarm."""
 
 
@@ -173,9 +178,25 @@ def needed(pipeline: Pipeline, stage: str) -> bool:
     return stage == "kit" or (pipeline.cure is not None and pipeline.speeds_up and (pipeline.name, "kit") in read())
 
 
+@functools.cache
+def state() -> str:
+    """Of the code that decides what a row says: kit, the pipelines, and this file."""
+    files = [*(ROOT / "kit").rglob("*.py"), *(ROOT / "benchmarks/pipelines").glob("*.py"), Path(__file__)]
+    return hashlib.sha256(b"".join(file.read_bytes() for file in sorted(files))).hexdigest()[:10]
+
+
+def results() -> Path:
+    return FOLDER / "results.jsonl"
+
+
+def append(rows: list[dict[str, Any]]) -> None:
+    with results().open("a") as file:
+        file.writelines(json.dumps({"state": state(), **row}) + "\n" for row in rows)
+
+
 def read() -> dict[tuple[str, str], dict[str, Any]]:
-    lines = RESULTS.read_text().splitlines() if RESULTS.exists() else []
-    found = {(row["name"], row["stage"]): row for row in map(json.loads, lines)}
+    lines = results().read_text().splitlines() if results().exists() else []
+    found = {(row["name"], row["stage"]): row for row in map(json.loads, lines) if row.get("state") == state()}
     return {key: row for key, row in found.items() if "error" not in row}
 
 
@@ -264,8 +285,10 @@ def recorded_gains() -> dict[str, dict[str, Any]]:
 
 
 def main() -> None:
+    global FOLDER
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seconds", type=float, default=math.inf, help="begin nothing after so long")
+    parser.add_argument("--folder", type=Path, default=FOLDER, help="of results, runs and the files that are read")
     parser.add_argument("--only", default="", help="pipelines whose name has this text")
     parser.add_argument("--stages", default=",".join(STAGES))
     parser.add_argument(
@@ -275,33 +298,35 @@ def main() -> None:
     parser.add_argument("--gains", action="store_true", help="take the gains that were recorded last, and measure none")
     parser.add_argument("--record", action="store_true", help="append the rows to benchmarks/results.jsonl")
     given = parser.parse_args()
-    FOLDER.mkdir(exist_ok=True)
-    began, known = time.perf_counter(), {} if given.again else read()
-    pipelines = list(all_pipelines(str(FOLDER)).values())
+    FOLDER = given.folder
+    FOLDER.mkdir(exist_ok=True, parents=True)
+    began, known, left = time.perf_counter(), {} if given.again else read(), list[str]()
+    print(f"state {state()} of the code, results in {results()}")
+    pipelines = sorted(all_pipelines(str(FOLDER)).values(), key=lambda one: [*ENDINGS].index(one.kind))
     if given.gains:
         gains = recorded_gains()
         pipelines = [one for one in pipelines if one.name in gains]
         given.stages = "kit"
-        with RESULTS.open("a") as file:
-            file.writelines(json.dumps({"name": name, "stage": "gain", **gain}) + "\n" for name, gain in gains.items())
+        append([{"name": name, "stage": "gain", **gain} for name, gain in gains.items()])
     for one in pipelines:  # its stages one after another, as a machine of others is faster in one hour than in the next
         for stage in filter(None, given.stages.split(",")):
             wanted = given.only in one.name and one.kind in given.kinds
             if (one.name, stage) in known or not wanted or not needed(one, stage):
                 continue
             if time.perf_counter() - began > given.seconds:
-                break
+                left.append(f"{one.name}: {stage}")
+                continue
             try:
                 row = STAGES[stage](one)
             except Exception as error:  # one that fails must not keep the others from being measured
                 row = {"error": f"{type(error).__name__}: {error}", "trace": traceback.format_exc()[-1500:]}
-            with RESULTS.open("a") as file:
-                file.write(json.dumps({"name": one.name, "stage": stage, **row}) + "\n")
+            append([{"name": one.name, "stage": stage, **row}])
     for kind in ENDINGS:
         table = rows([one for one in pipelines if one.kind == kind])
         if table:
             title = TITLE + ", predicted anew" * given.gains + ENDINGS[kind]
-            publish(title, table, record=given.record, **facts(table))
+            publish(title, table, record=given.record, state=state(), **facts(table))
+    print(f"left out, as {given.seconds:.0f} s were over: {', '.join(left) or 'nothing'}")
 
 
 if __name__ == "__main__":

@@ -17,6 +17,7 @@ from kit.config import Config
 from kit.errors import ConfigError, TrialError
 from kit.studies.diagnosis.diagnose import diagnose, finding_html, judge
 from kit.studies.diagnosis.evidence import StoreLayout
+from kit.studies.diagnosis.gains import worth_measuring
 from kit.studies.diagnosis.host_rules import drawing_hook
 from kit.studies.diagnosis.rule import BETWEEN_TRIALS, ahead_in_processes, ahead_in_threads, bounded
 from kit.studies.diagnosis.rules import RULES
@@ -114,7 +115,10 @@ FAULTS = {
     "batch too small": evidence(measured_gains={"full precision": (1, 1), "batch too small": (2.5, 3.0)}),
     "optimizer larger than the work": evidence(shares=shares(optimizer=0.5), work=work(rows=10_000, rows_used=50)),
     "memory that grows": evidence(growth_bytes=2e6, hosts={0: host(grown={"Net.losses": [5, 30]})}),
-    "page faults": evidence(hosts={0: host(page_faults_per_second=2e5, system_fraction=0.4)}),
+    "page faults": evidence(
+        hosts={0: host(page_faults_per_second=2e5, system_fraction=0.4)},
+        measured_gains={"full precision": (1, 1), "batch too small": (1, 1), "page faults": (1.4, 1.5)},
+    ),
     "anomaly detection": evidence(hosts={0: host(anomaly_detection=True)}),
     "uneven batches": evidence(world_size=2, rank_seconds={0: 0.4, 1: 0.4}, uneven=1.5),
     "small collectives": evidence(
@@ -585,12 +589,34 @@ def test_a_short_trial_leaves_drawing_out_by_its_hook_or_where_loggers_do_all_of
     assert gains == pytest.approx([math.sqrt(4.4), 1.25], abs=0.01)
 
 
-def test_page_faults_of_pages_shared_with_new_workers_are_nobodys_finding():
+def test_page_faults_are_a_finding_where_keeping_memory_was_measured_to_help():
     found = FAULTS["page faults"]
     again = {0: {**found.host, "loader": {**LOADER, "persistent": False}}}
-    forked = replace(found, hosts=again, epoch_start_fraction=0.05)
-    assert "page faults" in names(replace(found, hosts=again))
-    assert "page faults" not in names(forked)
+    fewer = replace(found, hosts={0: {**found.host, "system_fraction": 0.1}}, measured_gains={})
+    assert "page faults" in names(found)
+    assert "page faults" not in names(replace(found, measured_gains={"page faults": (1.05, 1.3)}))
+    assert judge(fewer, source(fewer)).values["page faults"] == 1
+    asked = [found, fewer, replace(found, accelerator="gpu")]
+    assert ["page faults" in worth_measuring(one) for one in asked] == [True, False, False]
+    assert "page faults" in worth_measuring(replace(found, hosts=again))
+    forked = replace(found, hosts=again, epoch_start_fraction=0.05)  # its pages are shared with new workers
+    assert "page faults" not in worth_measuring(forked)
+
+
+LOGGED = "drawing or logging in the step"
+
+
+def test_what_writes_logs_is_told_once():
+    writer = {"name": "Thread-7", "cores": 0.4, "place": "", "package": "tensorboard"}
+    logged = [line(package="tensorboard", fraction=0.3)]
+    found = replace(FAULTS["interpreter held by a thread"], hosts={0: host(threads=[writer], lines=logged)})
+    beat = FAULTS["interpreter held by a thread"].host["threads"]
+    both = replace(found, hosts={0: host(threads=[writer, *beat], lines=logged)})
+    assert "interpreter held by a thread" not in names(found)
+    assert "interpreter held by a thread" in names(both)
+    assert LOGGED in names(both)
+    alone = replace(found, hosts={0: host(threads=[writer])})
+    assert "interpreter held by a thread" in names(alone)
 
 
 def test_of_two_findings_with_one_cure_the_one_that_names_the_cause_is_told():

@@ -1,12 +1,13 @@
 """Gains that are measured before they are advised: the module itself, a few steps, with a change and without.
 
-A number format or a batch size may help or hurt by a factor, and no peak of a matrix product tells which; a hook that
-is left out also takes its memory traffic with it, or the page faults that its arrays prevented begin. So both sides run
-for a few steps in processes of their own, in turn (before after, after before, ...), and each pair's steps are compared
-by their median logarithm, which a few slow steps move little. A machine that is faster in one second than in the next
-makes one pair lie, so a gain counts only after `LEAST_PAIRS` of them: its range is two standard errors of the mean of
-the pairs, by the noise of their steps or by how far the pairs are apart, whichever is more. One pair is enough where it
-shows plainly that there is no gain. While the threshold of the rule lies in the range, up to `PAIRS` are run.
+A number format or a batch size may help or hurt by a factor, and no peak of a matrix product tells which; of page
+faults nobody knows which ones kept memory prevents; a hook that is left out also takes its memory traffic with it, or
+the page faults that its arrays prevented begin. So both sides run for a few steps in processes of their own, in turn
+(before after, after before, ...), and each pair's steps are compared by their median logarithm, which a few slow steps
+move little. A machine that is faster in one second than in the next makes one pair lie, so a gain counts only after
+`LEAST_PAIRS` of them: its range is two standard errors of the mean of the pairs, by the noise of their steps or by how
+far the pairs are apart, whichever is more. One pair is enough where it shows plainly that there is no gain. While the
+threshold of the rule lies in the range, up to `PAIRS` are run.
 
 A run is `SECONDS` long, or `STEPS` steps where that is longer, within `MOST_SECONDS`; batches that loader processes had
 ready before the first step are passed over.
@@ -28,7 +29,7 @@ from kit.errors import KitError, TrialError
 from kit.events import Event
 from kit.records.trace import BESIDE_TRAINING
 from kit.studies.diagnosis.evidence import Evidence
-from kit.studies.diagnosis.host_rules import drawing_hook, left_out_fraction, may_be_small, slowest_hook
+from kit.studies.diagnosis.host_rules import drawing_hook, left_out_fraction, may_be_small, may_fault, slowest_hook
 from kit.studies.diagnosis.rule import SLIVER, Range, Rule
 from kit.studies.diagnosis.rules import RULES
 from kit.studies.repeats import RunSource
@@ -51,6 +52,8 @@ def worth_measuring(found: Evidence) -> dict[str, Rule]:
         full = work.flops.get("float32", 0.0)
         if full > 0.5 * sum(work.flops.values()) and full >= _LEAST_FLOPS_OF_A_BYTE * work.bytes:
             names.append("full precision")
+    if may_fault(found):
+        names.append("page faults")
     if may_be_small(found):
         names.append("batch too small")
     if slowest_hook(found)[1] >= SLIVER and drawing_hook(found) is None:

@@ -200,7 +200,7 @@ class HostWatch(Callback):
         faults, system_seconds = (now - then for now, then in zip(thread_usage(), begun["usage"], strict=True))
         after, callbacks = sizes(trainer, module), getattr(trainer, "callbacks")  # noqa: B009
         mine = {callback.state_key for callback in callbacks if type(callback).__module__.startswith("kit.")}
-        places = {thread.name: self._place(thread) for thread in threading.enumerate()}
+        told = {thread.name: self._told_of(thread) for thread in threading.enumerate()}
         self._context.writer.write(
             "host_watched",
             own_fraction=(sampler.cost_seconds + sampler.disk.cost_seconds) / wall,
@@ -213,7 +213,7 @@ class HostWatch(Callback):
             },
             garbage_fraction=self._garbage.seconds / wall,
             collections=self._garbage.collections,
-            threads=[{"name": name, "cores": share, "place": places.get(name, "")} for name, share in cores.items()],
+            threads=[{"name": name, "cores": share, **told.get(name, {"place": ""})} for name, share in cores.items()],
             grown={
                 name: [begun["sizes"][name], size]
                 for name, size in after.items()
@@ -231,13 +231,14 @@ class HostWatch(Callback):
             embeddings=embeddings(module),
         )  # fmt: skip
 
-    def _place(self, thread: threading.Thread) -> str:
-        """The function that a thread runs; empty for one of a library."""
+    def _told_of(self, thread: threading.Thread) -> dict[str, str]:
+        """The function that a thread runs; of one of a library the package."""
         target = getattr(thread, "_target", None) or type(thread).run
         code = getattr(getattr(target, "__func__", target), "__code__", None)
-        if code is None or not kind_of(code.co_filename)[0]:
-            return ""
-        return describe((code.co_filename, code.co_firstlineno, code.co_name), self._context.cells)
+        own, package = kind_of(code.co_filename) if code is not None else (False, "")
+        if code is None or not own:
+            return {"place": "", "package": package}
+        return {"place": describe((code.co_filename, code.co_firstlineno, code.co_name), self._context.cells)}
 
     def _loader(self, trainer: Trainer) -> dict[str, Any]:
         loader = trainer.train_dataloader

@@ -1,11 +1,14 @@
 """Sampler: what the training thread is at, by line of the user's code, without another thread that looks at it.
 
 About every twenty milliseconds the training thread itself notes the part of the step, the innermost line of the user's
-code, and the library that it called. It is asked by another thread, as if by a signal but without one, so no system
-call is interrupted; it answers when it next runs Python, and all time since its last answer counts for the line at
-which it does. So a long call counts as long as it is, but Python that runs for less than 5 ms, after which the thread
-that asks is given the interpreter, may count for the line after it. No thread looks at the frames of another, which
-Python 3.11 does not always survive. What an answer costs is timed, and it is asked for less often where that exceeds
+code, and the library that it called. It is asked as if by a signal but without one, so no system call is interrupted,
+by a timer that needs no interpreter (`Timer`): a thread of Python, which waits for it, asks only after a call that
+keeps it, and the next call is charged. The moments are planned by chance, whatever the training does, as steps are as
+regular as a clock; an answer counts the same for each moment since the last one. So a long call counts as long as it
+is, and no line counts for the time before it. Python before 3.13 sees that it is asked when a thread wants the
+interpreter, which it gives after 5 ms (`_GIVEN_SECONDS` where only kit's threads can want it), or when a call has given
+it; so Python that runs for less may count for the line after it. No thread looks at the frames of another, which Python
+3.11 does not always survive. What an answer costs is timed, and it is asked for less often where that exceeds
 `MOST_OVERHEAD` of the time; the cost is told (`own_fraction`).
 
 A package is one that rules ask for (readers, decoders, loggers) wherever it stands, else what the user's line called:
@@ -17,16 +20,16 @@ picture came from a JPEG file, one such file is told too, so that decoding it ca
 Loader processes are watched in the same way when they are forked, by a loop put around torch's own; they tell by a page
 of memory that they share with the rank. Spawned ones are left alone: they would have to import kit.
 
-The thread that asks also looks at whether the one it asks waits for a disk (`DiskWatch`).
+The thread that wants the interpreter also looks at whether the one that is asked waits for a disk (`DiskWatch`).
 
 Kept are counts, at most `MOST_LINES` lines, whatever the length of a training.
 """
 
 from __future__ import annotations
 
-import _thread
 import ast
 import contextlib
+import ctypes
 import functools
 import inspect
 import itertools
@@ -34,6 +37,7 @@ import json
 import linecache
 import mmap
 import os
+import random
 import signal
 import sys
 import threading
@@ -59,6 +63,8 @@ SIGNAL = signal.SIGRTMIN + 7 if hasattr(signal, "SIGRTMIN") else None
 MOST_OVERHEAD = 0.005
 """Of the time, what looking may take before it is done less often."""
 MOST_LINES = 400
+_GIVEN_SECONDS = 0.0005
+"""After which Python gives the interpreter to who wants it."""
 MOST_WORKERS, PAGE_BYTES = 32, 1 << 15
 _MOST_DEPTH = 200
 _COLD = 2
@@ -97,9 +103,10 @@ class Sampler:
         """`idle_seconds`: where no line of the user's code was on the stack."""
         self.interval_seconds = INTERVAL_SECONDS
         self._cold_seconds = 0.0
-        self._asked = self._stopped = False
+        self._chance = random.Random(0)
+        self._timer: Timer | None = None
         self._stop = threading.Event()
-        self.started = self._last = time.perf_counter()
+        self.started = self._last = self._moment = time.perf_counter()
 
     def start(self) -> None:
         """Begin; without effect where this system has no such signal, somebody uses it, or in another thread."""
@@ -108,39 +115,54 @@ class Sampler:
             return
         before = signal.getsignal(SIGNAL)
         earlier = getattr(before, "__self__", None)  # one that has stopped
-        if before is not signal.SIG_DFL and not (isinstance(earlier, Sampler) and earlier._stopped):
+        if before is not signal.SIG_DFL and not (isinstance(earlier, Sampler) and earlier._stop.is_set()):
+            return
+        with contextlib.suppress(OSError, AttributeError):
+            self._timer = Timer(SIGNAL)
+        if self._timer is None:
             return
         signal.signal(SIGNAL, self._on_asked)
-        self.started = self._last = time.perf_counter()
+        self.started = self._last = self._moment = time.perf_counter()
+        self._plan(self.started)
         self.disk.begin(threading.get_native_id())
-        threading.Thread(target=self._ask, name="kit-host", daemon=True).start()
+        threading.Thread(target=self._look, name="kit-host", daemon=True).start()
 
     def stop(self) -> None:
         """End; the handler stays and does nothing, as it may have been asked already."""
-        self._stopped = True
         self._stop.set()
+        if self._timer is not None:
+            self._timer.end()
 
     @property
     def seconds(self) -> float:
         """Between the first and the last answer."""
         return self._last - self.started
 
-    def _ask(self) -> None:
-        while not self._stop.wait(self.interval_seconds):
-            if not self._asked:  # first: to look is to wait again for the interpreter, 5 ms where another has it
-                self._asked = True
-                _thread.interrupt_main(SIGNAL)  # type: ignore[arg-type]  # any number will do
+    def _look(self) -> None:
+        usual = sys.getswitchinterval()
+        while not self._stop.wait(max(self.interval_seconds / 2, self._moment - time.perf_counter())):
+            sys.setswitchinterval(min(usual, _GIVEN_SECONDS) if _is_alone() else usual)
             with contextlib.suppress(Exception):  # the clock may turn meanwhile, and the system may not tell
                 self.disk.look(self._clock.part if self._clock is not None else "worker", self.interval_seconds)
+        sys.setswitchinterval(usual)
         self.disk.end()
 
+    def _plan(self, now: float) -> float:
+        """Ask at the next planned moment; the seconds that those until now stand for."""
+        seconds = 0.0
+        while self._moment <= now:
+            self._moment += self.interval_seconds * self._chance.uniform(0.5, 1.5)
+            seconds += self.interval_seconds
+        if self._timer is not None:
+            self._timer.ask_after(self._moment - now)
+        return seconds
+
     def _on_asked(self, _: int, frame: FrameType | None) -> None:
-        self._asked = False
-        if self._stopped:
+        if self._stop.is_set():
             return
         now = time.perf_counter()
         with contextlib.suppress(Exception):  # looking must never end a training
-            self._count(frame, now - self._last)
+            self._count(frame, self._plan(now))
         self._last = now
         self.cost_seconds += time.perf_counter() - now
         if self.samples == _COLD:
@@ -191,6 +213,52 @@ class Sampler:
         before = self.reads.get(package, {"pixels": 0})
         if seen > before["pixels"]:
             self.reads[package] = {"pixels": seen, **_jpeg_of(frame)}
+
+
+def _is_alone() -> bool:
+    """Whether no thread of Python but the main one and kit's own are there, whom giving it sooner would change."""
+    return all(one.name.startswith(("MainThread", "kit-")) for one in threading.enumerate())
+
+
+class Timer:
+    """Asks the main thread as by a signal of this number, after a while, without the interpreter.
+
+    The C library does so in a thread of its own, which runs nothing but `PyErr_SetInterruptEx`; no signal reaches
+    another thread.
+
+    Raises:
+        OSError: where the system gives no timer.
+        AttributeError: where its C library has none.
+    """
+
+    def __init__(self, number: int) -> None:
+        library = ctypes.PyDLL(None)  # which keeps the interpreter for so short a call
+        self._set, self._delete = library.timer_settime, library.timer_delete
+        self._id = ctypes.c_void_p()
+        told = _Event(number, 0, _IN_A_THREAD, ctypes.cast(ctypes.pythonapi.PyErr_SetInterruptEx, ctypes.c_void_p))
+        if library.timer_create(time.CLOCK_MONOTONIC, ctypes.byref(told), ctypes.byref(self._id)):
+            raise OSError("no timer")
+
+    def ask_after(self, seconds: float) -> None:
+        """Once; at once where that is over."""
+        nanoseconds = max(1, int(seconds * 1e9))
+        after = (ctypes.c_long * 4)(0, 0, nanoseconds // 10**9, nanoseconds % 10**9)
+        self._set(self._id, 0, after, None)
+
+    def end(self) -> None:
+        self._delete(self._id)
+
+
+_IN_A_THREAD = 2
+
+
+class _Event(ctypes.Structure):
+    """The C library's `sigevent`."""
+
+    _fields_ = (
+        ("value", ctypes.c_long), ("signal", ctypes.c_int), ("how", ctypes.c_int), ("function", ctypes.c_void_p),
+        ("rest", ctypes.c_char * 40),
+    )  # fmt: skip
 
 
 @dataclass(slots=True)
