@@ -6,6 +6,7 @@ import sys
 import threading
 import time
 import tracemalloc
+import weakref
 from dataclasses import replace
 from multiprocessing import Pipe
 from types import SimpleNamespace
@@ -26,7 +27,15 @@ from kit.studies.diagnosis import sampler as room
 from kit.studies.diagnosis.evidence import _epoch_starts, _uneven, growth, timed_lines
 from kit.studies.diagnosis.host import arrays_bytes, embeddings, held_bytes, objects_bytes
 from kit.studies.diagnosis.rules import RULES
-from kit.studies.diagnosis.sampler import DiskWatch, Sampler, WatchedLoop, copied_bytes, read_of, shared_bytes
+from kit.studies.diagnosis.sampler import (
+    DiskWatch,
+    Sampler,
+    WatchedLoop,
+    copied_bytes,
+    read_of,
+    shared_bytes,
+    variables_of,
+)
 from kit.testing import TinyModule
 from kit.trial.recorder import StepClock
 
@@ -474,3 +483,27 @@ def test_a_thread_of_this_system_is_looked_at():
 def test_parameters_that_never_got_a_shape_are_not_counted():
     module = torch.nn.ModuleList([torch.nn.Embedding(10, 4), torch.nn.Linear(4, 2), torch.nn.LazyLinear(3)])
     assert embeddings(module) == {"name": "0", "elements": 40, "parameters": 40 + 10}
+
+
+class Held:
+    pass
+
+
+def exchanged():
+    value = Held()
+    first = weakref.ref(value)
+    assert variables_of(sys._getframe())["value"] is value
+    value = None
+    return first()
+
+
+def keeping_its_locals():
+    mine = locals()
+    mine["own"] = True
+    variables_of(sys._getframe())
+    return mine
+
+
+def test_variables_that_were_looked_at_live_no_longer():
+    assert exchanged() is None
+    assert keeping_its_locals()["own"]

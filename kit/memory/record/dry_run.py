@@ -22,7 +22,8 @@ The user's loaders are read outside the recording and are as they were afterward
 what the step reads. On a GPU the batch on the host does not count, pinned or not; its copy on the device does, from the
 transfer on, whoever asks for it: Lightning, a batch class or the module itself (`FakeBatches`). What the step moves to
 the host, by `cpu()`, the name "cpu" or a variable that the file sets to nothing else, leaves the device, with what is
-computed from it there; where to another variable moves it is not known, and it stays.
+computed from it there; where to another variable moves it is not known, and it stays. The same
+holds from when the module itself is moved there, for what the `_apply` of its parts does.
 
 With `DryRun.for_real` all of that happens with real tensors on the CPU, and nothing is assumed of values: for a step
 that fake tensors cannot follow, with a small batch. A GPU's autocast lists and dropout are played then, its attention
@@ -673,6 +674,7 @@ class FakeBatches:
                 # To pinned memory it writes tensors made on the host, which nothing shows to be there.
                 make = save_on_cpu.__init__
                 enter(overridden(save_on_cpu, "__init__", lambda saving, *_, **__: make(saving)))
+                enter(overridden(strategy, "model_to_device", partial(self._placed, strategy.model_to_device)))
             enter(overridden(strategy, "batch_to_device", partial(self._to_device, strategy.batch_to_device)))
             source = trained if module is None else module  # as Lightning has it
             if self.trainer.limit_val_batches and is_overridden("val_dataloader", source):
@@ -753,6 +755,12 @@ class FakeBatches:
     def _begin(self) -> None:
         gc.collect(0)  # cycles made by the last step go before the next, at the same place in every run
         self.recorder.begin_batch(self._evaluates or "forward")
+
+    def _placed(self, move: Callable[[], None]) -> None:
+        """What is trained goes to the device: a part that does not stay there, as one that offloads its weight, leaves
+        while the others come."""
+        self.recorder.placed = True
+        move()
 
     def _to_device(self, move: Callable[..., Any], batch: Any, *args: Any, **options: Any) -> Any:
         if self.on_gpu or not (self._evaluates or self._has_an_end):

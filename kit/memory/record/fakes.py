@@ -499,26 +499,29 @@ def _copied(tensor: FakeTensor, memo: dict[int, Any]) -> Tensor:
 
 
 def _applying(apply: Callable[..., nn.Module], answers: FakeValues) -> Callable[..., nn.Module]:
-    """`nn.Module._apply` for fake parameters, which torch would refuse to swap: conversions stay, moves do nothing."""
+    """`nn.Module._apply` for fake parameters, which torch would refuse to swap: conversions stay, moves do nothing.
 
-    def apply_in_place(module: nn.Module, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
-        with replaced(answers, "leave", _unchanged):
-            return apply_to_fakes(module, fn, recurse)
+    What the `_apply` of a user's part does beside it is done, such as moving a weight back to the host.
+    """
 
     def apply_to_fakes(module: nn.Module, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
+        def converted(tensor: Tensor) -> Tensor:
+            with replaced(answers, "leave", _unchanged):
+                return fn(tensor)
+
         own = [parameter for parameter in module._parameters.values() if parameter is not None]
         if not all(isinstance(parameter, FakeTensor) for parameter in own):
-            return apply(module, fn, recurse)
+            return apply(module, converted, recurse)
         for child in module.children() if recurse else ():
             child._apply(fn)  # type: ignore[no-untyped-call]
         for name, parameter in module._parameters.items():
             if parameter is not None:
-                module._parameters[name] = _converted(parameter, fn)
+                module._parameters[name] = _converted(parameter, converted)
         for name, buffer in module._buffers.items():
-            module._buffers[name] = None if buffer is None else fn(buffer)
+            module._buffers[name] = None if buffer is None else converted(buffer)
         return module
 
-    return apply_in_place
+    return apply_to_fakes
 
 
 def _says_cpu(frame: FrameType) -> bool:

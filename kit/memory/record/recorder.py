@@ -165,6 +165,8 @@ class BlockRecorder(TorchDispatchMode):
         """Steps taken so far, by id of the optimizer."""
         self.stopped = False
         """Whether the recording has ended."""
+        self.placed = False
+        """Whether what is trained has gone to the device; it has when the first batch begins."""
         self._observers = dict(observers or {})
         self._ledger = Ledger()
         self._operators: dict[str, _Operator] = {}
@@ -232,7 +234,7 @@ class BlockRecorder(TorchDispatchMode):
 
     def leave(self, tensor: Tensor) -> Tensor:
         """A copy of `tensor` on the host, where what is computed from such copies alone stays; its gradient comes
-        back. Before the first batch all is on the host, and goes to the device then."""
+        back. Before the module goes to the device all is on the host, and goes there then."""
         if not self.holds(tensor):
             return tensor
         self._has_left = True
@@ -264,7 +266,7 @@ class BlockRecorder(TorchDispatchMode):
 
     def holds(self, tensor: Tensor) -> bool:
         """Is `tensor` on the device, now that what is trained has gone there?"""
-        return self._ledger.begun and self.knows(tensor)
+        return (self.placed or self._ledger.begun) and self.knows(tensor)
 
     def _block_of(self, tensor: Tensor) -> int | None:
         """The block that holds a plain tensor; None for one that is not on the device."""
@@ -533,6 +535,8 @@ class BlockRecorder(TorchDispatchMode):
         ref = self._alive.get(storage._cdata)
         if ref is None:
             ref = self._watch(storage, self._ledger.begin(storage.nbytes(), category, operator))
+        elif ref.block == _ON_HOST:
+            return
         elif ref.block < 0:
             ref.block = self._ledger.begin(storage.nbytes(), category, operator)
         self._ledger.category[ref.block] = category

@@ -202,6 +202,45 @@ def _reflections(args: Sequence[Any], out: Sequence[Tensor]) -> int:
     return int(numbers + (out[1].nbytes if rows > columns else 0))
 
 
+def _reflections_on_the_cpu(args: Sequence[Any], _: Any) -> int:
+    """A number for each reflection, and what MKL's `orgqr` asks for: so many numbers for each column of the first
+    factor, at most as measured with two threads up to 2,048 rows. Without that factor tall matrices are factored in a
+    copy."""
+    *batch, rows, columns = args[0].shape
+    mode, least = args[1] if len(args) > 1 else "reduced", min(rows, columns)
+    made = rows if mode == "complete" else least
+    each = next((numbers for most, numbers in _EACH_COLUMN if rows <= most), _MOST_EACH_COLUMN)
+    copied = args[0].numel() if mode == "r" and rows > columns else 0
+    numbers = math.prod(batch) * least + copied + max(each * made, _FEWEST_EACH_COLUMN * columns * (rows > _FEW_ROWS))
+    return int(numbers * args[0].element_size())
+
+
+_FEW_ROWS = 31
+_EACH_COLUMN = ((_FEW_ROWS, 1), (64, 48), (511, 96), (1023, 192))
+"""Most rows, and numbers for each column."""
+_MOST_EACH_COLUMN, _FEWEST_EACH_COLUMN = 384, 17
+
+
+def _eigenvalues_alone(args: Sequence[Any], out: Tensor) -> int:
+    """A copy of the matrices, values in real numbers, and what `geev` asks for: 34 n numbers."""
+    numbers = args[0].numel() + 2 * out.numel() + 34 * args[0].shape[-1]
+    return int(numbers * args[0].element_size())
+
+
+def _of_powers(args: Sequence[Any], out: Tensor) -> int:
+    """Squares of a matrix, and products of these. (`native/LinearAlgebra.cpp`.)"""
+    power = abs(int(args[1]))
+    even = power - power % 2
+    squared = 0 if power <= 2 else 1 if even & (even - 1) == 0 else 2
+    return int(out.nbytes) * (squared + (args[1] < 0))
+
+
+def _difference(args: Sequence[Any], out: Tensor) -> int:
+    """Of two tensors, of which a norm is taken. (`native/Distance.cpp`.)"""
+    numbers = math.prod(torch.broadcast_shapes(args[0].shape, args[1].shape))
+    return int(numbers * out.element_size())
+
+
 def _eigenvalues(args: Sequence[Any], out: Sequence[Tensor]) -> int:
     """The matrices and their vectors in real numbers, values twice, and what `geev` asks for: 386 n numbers."""
     size, numbers = args[0].shape[-1], args[0].numel()
@@ -273,6 +312,9 @@ ON_EVERY_DEVICE: dict[str, Rule] = {
     "linalg_lstsq": _least_squares,
     **dict.fromkeys(("linalg_inv_ex", "linalg_lu"), _factors),
     "linalg_qr": _reflections,
+    "linalg_matrix_power": _of_powers,
+    "cholesky_solve": lambda args, _: _matrix(args[1:], _),
+    "dist": _difference,
     "linalg_pinv.atol_rtol_tensor": _pseudoinverse,
     "linalg_matrix_exp": _exponential,
     **dict.fromkeys(("sum", "sum.dim_IntList", "cumsum", "prod", "prod.dim_int"), _as_counts),
@@ -293,6 +335,13 @@ def _elementwise(args: Sequence[Any], out: Tensor) -> int:
         dtype = functools.reduce(torch.promote_types, with_axes)
     stored = out.numel() * dtype.itemsize if out.dtype not in (dtype, torch.bool) else 0
     return _casts(tensors, dtype) + stored
+
+
+def _one_after_another(args: Sequence[Any], out: Any) -> int:
+    """The most of an operator on lists of tensors of several number formats, which it takes in turn."""
+    lists = [one for one in args if isinstance(one, list | tuple) and one and isinstance(one[0], Tensor)]
+    results = out if isinstance(out, list | tuple) and out else lists[0]
+    return max((_elementwise(each[:-1], each[-1]) for each in zip(*lists, results, strict=False)), default=0)
 
 
 def _mean(args: Sequence[Any], out: Tensor) -> int:
@@ -540,13 +589,24 @@ _ELEMENTWISE = [
     f"{name}{suffix}.Tensor"
     for name in (
         "add", "sub", "mul", "div", "eq", "ne", "lt", "le", "gt", "ge", "clamp", "bitwise_and", "bitwise_or",
-        "remainder",
+        "remainder", "rsub", "fmod", "copysign", "xlogy",
     )
     for suffix in ("", "_")
-]  # fmt: skip
+] + [f"{name}{suffix}" for name in ("addcmul", "addcdiv", "hypot", "floor_divide") for suffix in ("", "_")]  # fmt: skip
+_IN_TURN = [
+    f"_foreach_{name}{suffix}.{overload}"
+    for names, overloads in (
+        (("add", "sub", "mul", "div", "maximum", "minimum", "clamp_min", "clamp_max"), ("List",)),
+        (("addcmul", "addcdiv"), ("Scalar", "ScalarList", "Tensor")),
+    )
+    for name in names
+    for overload in overloads
+    for suffix in ("", "_")
+]
 
 ON_THE_CPU: dict[str, Rule] = {
     **dict.fromkeys((*_ELEMENTWISE, "pow.Tensor_Tensor", "maximum", "minimum", "atan2"), _elementwise),
+    **dict.fromkeys(_IN_TURN, _one_after_another),
     **dict.fromkeys(("mean", "mean.dim"), _mean),
     **dict.fromkeys(("mse_loss", "smooth_l1_loss", "huber_loss"), _with_mean(_terms, 2)),
     "binary_cross_entropy_with_logits": lambda args, out: max(  # weights are gone when the mean is taken
@@ -559,6 +619,8 @@ ON_THE_CPU: dict[str, Rule] = {
     "native_batch_norm_backward": _batch_norm_backward,
     "im2col": lambda args, _: int(args[0].nbytes),
     "linalg_eig": _eigenvalues,
+    "linalg_qr": _reflections_on_the_cpu,
+    **dict.fromkeys(("linalg_eigvals", "_linalg_eigvals"), _eigenvalues_alone),
     **dict.fromkeys(("masked_select", "masked_scatter_backward"), _counted),
     "masked_scatter": lambda args, _: _spread(args[2:], _),
     "_scaled_dot_product_flash_attention_for_cpu_backward": _one_number,

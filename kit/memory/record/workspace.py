@@ -163,6 +163,9 @@ def _cuda_product_of(place: int) -> Rule:
     return lambda args, _: sum(map(_for_blas, args[place : place + 2]))
 
 
+_PRODUCTS = ("mm", "bmm", "mm.out", "bmm.out")
+_PRODUCTS_ADDED = tuple(f"{name}{how}" for name in ("addmm", "baddbmm") for how in ("", "_", ".out"))
+
 _BOTH: dict[str, Rule] = {
     **ON_EVERY_DEVICE,
     "_safe_softmax": _safe_softmax,
@@ -176,8 +179,8 @@ _CUDA: dict[str, Rule] = {
     "_scaled_dot_product_cudnn_attention_backward": _flash_backward,
     "_scaled_dot_product_efficient_attention_backward": _efficient_backward,
     "embedding_dense_backward": _embedding_backward,
-    **dict.fromkeys(("mm", "bmm"), _cuda_product_of(0)),
-    **dict.fromkeys(("addmm", "baddbmm"), _cuda_product_of(1)),
+    **dict.fromkeys(_PRODUCTS, _cuda_product_of(0)),
+    **dict.fromkeys(_PRODUCTS_ADDED, _cuda_product_of(1)),
     **dict.fromkeys(PUTS, lambda args, out: _index_put(args, out) + places_bytes(args, out)),
 }
 
@@ -495,8 +498,8 @@ _CPU: dict[str, Rule] = {
     "mkldnn_rnn_layer": forward_scratch_bytes,
     "mkldnn_rnn_layer_backward": backward_scratch_bytes,
     "optimizer_update_8bit_blockwise": _eight_bit_step,
-    **dict.fromkeys(("mm", "bmm"), _product_of(0)),
-    **dict.fromkeys(("addmm", "baddbmm"), _product_of(1)),
+    **dict.fromkeys(_PRODUCTS, _product_of(0)),
+    **dict.fromkeys(_PRODUCTS_ADDED, _product_of(1)),
 }
 
 

@@ -209,7 +209,7 @@ class Sampler:
             self.reads[package] = found
 
     def _note_picture(self, package: str, frame: FrameType) -> None:
-        seen = max((_picture_pixels(value) for value in frame.f_locals.values()), default=0)
+        seen = max((_picture_pixels(value) for value in variables_of(frame).values()), default=0)
         before = self.reads.get(package, {"pixels": 0})
         if seen > before["pixels"]:
             self.reads[package] = {"pixels": seen, **_jpeg_of(frame)}
@@ -335,13 +335,35 @@ def kind_of(file: str) -> tuple[bool, str]:
     return not is_library(file), path.partition("/")[0]
 
 
+def variables_of(frame: FrameType) -> dict[str, Any]:
+    """The variables of a function that runs.
+
+    Before 3.13 Python keeps what it once told of them until the function ends, so an optimizer's tensors that are long
+    exchanged would stay and the step would take more memory than without being looked at. They are let go, but where
+    the function itself holds what `locals()` gave it.
+    """
+    told = frame.f_locals
+    found = dict(told)
+    if (
+        frame.f_code.co_flags & inspect.CO_OPTIMIZED
+        and sys.version_info < (3, 13)
+        and sys.getrefcount(told) <= _UNSHARED
+    ):
+        told.clear()
+    return found
+
+
+_UNSHARED = 3
+"""References to what Python tells of variables: its own, that of `variables_of`, and an argument's."""
+
+
 def called_package(frame: FrameType) -> str:
     """The package of the function in C that a frame has just called; empty for Python's own and what is not told."""
     names = _call_at(frame.f_code, frame.f_lasti)
     if not names:
         return ""
     base = names[0]
-    value = frame.f_locals.get(base, frame.f_globals.get(base))
+    value = variables_of(frame).get(base, frame.f_globals.get(base))
     for name in names[1:-1]:
         value = getattr(value, "__dict__", {}).get(name)
     if isinstance(value, ModuleType):
@@ -391,8 +413,9 @@ def _jpeg_of(frame: FrameType) -> dict[str, str]:
 
     Only exact types are looked into, so no code of the user's runs.
     """
-    own = getattr(frame.f_locals.get("self"), "__dict__", {})
-    for value in (*frame.f_locals.values(), *own.values()):
+    variables = variables_of(frame)
+    own = getattr(variables.get("self"), "__dict__", {})
+    for value in (*variables.values(), *own.values()):
         one = value[0] if type(value) in (list, tuple) and value else value
         if isinstance(one, str | Path) and str(one).lower().endswith(_JPEG) and Path(one).is_file():
             return {"file": str(Path(one).absolute())}
@@ -401,21 +424,22 @@ def _jpeg_of(frame: FrameType) -> dict[str, str]:
 
 def read_of(package: str, frame: FrameType) -> dict[str, Any] | None:
     """What a frame of a reader reads: bytes asked for and bytes of the chunks they lie in, or pixels decoded."""
-    seen = frame.f_locals.get("self")
+    variables = variables_of(frame)
+    seen = variables.get("self")
     if package == "PIL":
         size = getattr(seen, "size", None)
         if not isinstance(size, tuple) or len(size) != 2:
             return None
         return {"pixels": int(size[0] * size[1]), **_jpeg_of(frame)}
     if package == "npz":
-        name = frame.f_locals.get("key")
+        name = variables.get("key")
         members = getattr(getattr(seen, "zip", None), "NameToInfo", {})
         member = members.get(name) or members.get(f"{name}.npy")
         return None if member is None else {"chunk": [], "covered_bytes": int(member.file_size)}
     chunk, shape, kind = (getattr(seen, name, None) for name in ("chunks", "shape", "dtype"))
     if not chunk or not shape or kind is None or len(chunk) != len(shape):
         return None
-    given = frame.f_locals.get("args", frame.f_locals.get("selection"))
+    given = variables.get("args", variables.get("selection"))
     asked = given if isinstance(given, tuple) else (given,)
     if package == "h5py" and len(asked) == 1 and isinstance(asked[0], tuple):
         asked = asked[0]

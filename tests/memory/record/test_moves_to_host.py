@@ -182,3 +182,26 @@ def test_code_that_asks_whether_a_tensor_is_on_the_cpu_is_told_of_the_card():
 
 def test_what_a_card_alone_can_do_is_recorded_as_on_the_cpu():
     assert peak_bytes(Refusing) == peak_bytes(Layers)
+
+
+class Offloading(nn.Linear):
+    """A layer that keeps its weight on the host and leaves it there when it is moved to a card."""
+
+    def _apply(self, fn, recurse=True):
+        super()._apply(fn, recurse)
+        if self.weight.device.type != "cpu":
+            self.weight.data = self.weight.data.cpu()
+        return self
+
+    def forward(self, values):
+        return values
+
+
+class HoldingBack(Layers):
+    def __init__(self):
+        super().__init__()
+        self.table = Offloading(BATCH, 64 * WIDTH).requires_grad_(False)
+
+
+def test_a_weight_that_goes_back_to_the_host_as_the_model_is_moved_takes_nothing():
+    assert peak_bytes(HoldingBack) <= peak_bytes(Layers) + 2 * 64 * WIDTH * 4  # its bias stays

@@ -312,6 +312,7 @@ ALGEBRA = {
     "linalg_inv_ex": lambda values: aten.linalg_inv_ex(values),
     "linalg_lu": lambda values: aten.linalg_lu(values),
     "linalg_eig": lambda values: aten.linalg_eig(values),
+    "linalg_eigvals": lambda values: aten.linalg_eigvals(values),
     "linalg_pinv.atol_rtol_tensor": lambda values: aten.linalg_pinv.atol_rtol_tensor(values),
     "linalg_lstsq": lambda values: aten.linalg_lstsq(values, values[..., :4]),
 }
@@ -327,6 +328,41 @@ def test_linear_algebra_on_the_cpu_takes_what_is_said(name, shape):
     made = sum({one.untyped_storage().data_ptr(): one.untyped_storage().nbytes() for one in results}.values())
     said = workspace_bytes(name, (values,), out, None)
     assert said == pytest.approx(peak - made, abs=0.08 * values.nbytes)
+
+
+@pytest.mark.parametrize("shape", [(16, 64, 64), (256, 256), (512, 64), (64, 512)])
+@pytest.mark.parametrize("mode", ["reduced", "complete", "r"])
+def test_a_factorisation_takes_no_more_than_is_said(shape, mode):
+    """MKL asks for less with one thread."""
+    values = torch.randn(shape)
+    peak, out = held(lambda: aten.linalg_qr(values, mode))
+    said = workspace_bytes("linalg_qr", (values, mode), out, None)
+    assert peak - sum(one.nbytes for one in out) <= said + 1024
+
+
+ROWS = torch.randn(2, 256, 256)
+HALVES = ROWS.bfloat16()
+OF_OPTIMIZERS = {
+    "mm.out": (aten.mm.out, (HALVES[0], HALVES[1].t()), {"out": HALVES[0].clone()}),
+    "baddbmm.out": (aten.baddbmm.out, (HALVES, HALVES, HALVES), {"out": HALVES.clone()}),
+    "addmm_": (aten.addmm_.default, (HALVES[0].clone(), HALVES[0], HALVES[1]), {}),
+    "_foreach_add_.List": (aten._foreach_add_.List, ([*ROWS.clone()], [*HALVES]), {}),
+    "_foreach_addcdiv_.Scalar": (aten._foreach_addcdiv_.Scalar, ([*ROWS.clone()], [*HALVES], [*HALVES]), {}),
+    "addcmul_": (aten.addcmul_.default, (ROWS[0].clone(), HALVES[0], HALVES[1]), {}),
+    "dist": (aten.dist.default, (ROWS[0], ROWS[1], float("inf")), {}),
+    "cholesky_solve": (aten.cholesky_solve.default, (ROWS, ROWS.tril()), {}),
+    **{f"linalg_matrix_power {power}": (aten.linalg_matrix_power.default, (ROWS[0], power), {}) for power in (2, 4, 7)},
+}
+
+
+@pytest.mark.parametrize("name", OF_OPTIMIZERS)
+def test_what_optimizers_call_on_the_cpu_takes_what_is_said(name):
+    """Products that write to a tensor, lists and sums of several number formats, powers of matrices."""
+    operator, args, options = OF_OPTIMIZERS[name]
+    peak, out = held(lambda: operator(*args, **options))
+    is_made = isinstance(out, torch.Tensor) and not operator._schema.name.endswith("_") and not options
+    said = workspace_bytes(name.partition(" ")[0], args, out, None)
+    assert said == pytest.approx(peak - (out.nbytes if is_made else 0), rel=0.01, abs=1024)
 
 
 @pytest.mark.parametrize("largest", [0.01, 100.0])
