@@ -22,14 +22,7 @@ from kit.data.open_dataset import open_dataset
 from kit.data.splits import split_of, widest_of
 from kit.data.stores.disk_cache import ReadCache
 from kit.data.stream.engine import Engine
-from kit.data.tile_statistics import (
-    TileStatistics,
-    files_of,
-    find_statistics,
-    state_of,
-    tile_sides,
-    with_statistics,
-)
+from kit.data.tile_statistics import TileStatistics, files_of, find_statistics, state_of, tile_sides, with_statistics
 from kit.errors import KitWarning, StoreError
 
 if TYPE_CHECKING:
