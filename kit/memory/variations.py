@@ -153,7 +153,7 @@ def what_if(
     """
     given, target = make_query(module, data, config, device, _ranks(config, world_size))
     batch_rule(given.data, given.config).warn()
-    warn_of_unused(given.module, given.config)
+    warn_of_unused(given.module, given.data, given.config)
     combinations = [*_combinations(variations, given.config)]
     asked: list[RecordingRequest | KitError] = []
     for changes in combinations:

@@ -33,6 +33,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from typing_extensions import override
 
+from kit.arguments import checks_arguments
 from kit.chunks.resources import DiskRates
 from kit.config import Config
 from kit.data.epochs import Segment
@@ -314,6 +315,7 @@ class RowData(ConfiguredData):
             bounds.
     """
 
+    @checks_arguments
     def __init__(
         self,
         source: str | PathLike[str] | Tensor | NDArray[Any] | Rows,

@@ -30,6 +30,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from typing_extensions import override
 
+from kit.arguments import checks_arguments
 from kit.config import Config
 from kit.data.patches.loader import EpochPasses
 from kit.data.patches.module import ConfiguredData
@@ -201,6 +202,7 @@ class EventData(ConfiguredData):
         ConfigError: for a source that is none, and settings that do not fit.
     """
 
+    @checks_arguments
     def __init__(
         self,
         source: TableSource | Mapping[str, Any] | str | Path,
