@@ -33,9 +33,10 @@ from typing import Any, NamedTuple
 from kit.arguments import checks_arguments
 from kit.config import Config
 from kit.errors import ConfigError, Problem, did_you_mean
+from kit.json_text import write_whole
 from kit.memory.alongside import is_predicting
 from kit.records.ratios import COUNTED, SPEED, SpeedRange, doubt, doubt_note, speed_key, speed_range, with_speeds
-from kit.records.row import COLUMNS, MAPPINGS, UNREADABLE, Row, flat, row_of, speed_of_operators, write
+from kit.records.row import COLUMNS, MAPPINGS, UNREADABLE, Row, flat, row_of, speed_of_operators
 from kit.tables import FRAME, ResultRows, html_groups, text_table
 from kit.trial.directory import CALIBRATIONS, RunPaths, find_runs, runs_folder
 from kit.trial.submit import notebook_here
@@ -548,5 +549,5 @@ def written(text: str, path: str | Path | None) -> str:
     """The text itself, also written to `path` when given: in one step, so that no reader finds half of it."""
     if path is not None:
         Path(path).parent.mkdir(parents=True, exist_ok=True)
-        write(text, Path(path))
+        write_whole(Path(path), text)
     return text

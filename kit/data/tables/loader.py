@@ -20,7 +20,6 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
-import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import cached_property
@@ -54,6 +53,7 @@ from kit.data.tables.fit import fit_features
 from kit.data.tables.source import TableSource, import_extra
 from kit.data.tables.table import DatabaseTable
 from kit.errors import ConfigError, Problem, QueryError
+from kit.json_text import write_whole
 from kit.units import format_bytes, format_count
 
 if TYPE_CHECKING:
@@ -339,7 +339,5 @@ class EventData(ConfiguredData):
         except (OSError, ValueError):
             features = fit_features(self.table, self.config, sketch_quality=self.sketch_quality, **self._to_fit)
         path.parent.mkdir(parents=True, exist_ok=True)
-        draft = path.with_name(f"{path.name}.{os.getpid()}.partial")
-        draft.write_text(features.to_json(), encoding="utf-8")
-        draft.replace(path)  # in one move: whoever reads it meanwhile finds all or nothing
+        write_whole(path, features.to_json())
         return features
