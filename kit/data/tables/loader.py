@@ -100,7 +100,7 @@ class EventLoader(EpochPasses[Any, EventPlan]):
         cursor, plan = 0, self.plan_of(first_step)
         try:
             for step in range(first_step, plan.batches_per_epoch):
-                needed, parts = len(plan.run(step, self.rank)), []
+                needed, parts = len(plan.steps.positions(step, self.rank)), []
                 while needed:
                     if chunk is None or cursor == len(chunk):
                         chunk = None
