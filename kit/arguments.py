@@ -94,13 +94,17 @@ def takes_config(function: Callable[P, R]) -> Callable[P, R]:
 
 
 def checks_arguments(function: Callable[P, R]) -> Callable[P, R]:
-    """Let a function that takes no config refuse what `check_named` and `check_call` refuse."""
+    """Let a function that takes no config, or makes an instance, refuse what `check_named` and `check_call` refuse."""
     name, signature = function.__name__, inspect.signature(function)
+    own = int(name == "__init__")  # the instance, which is nothing that a caller gives
+    if own:
+        name = function.__qualname__.split(".")[0]
+        signature = signature.replace(parameters=[*signature.parameters.values()][own:])
 
     @functools.wraps(function)
     def call(*given: P.args, **named: P.kwargs) -> R:
         check_named(name, named, signature.parameters)
-        check_call(name, signature, given, named)
+        check_call(name, signature, given[own:], named)
         return function(*given, **named)
 
     return call

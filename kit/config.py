@@ -31,6 +31,7 @@ from pydantic_core import PydanticCustomError, PydanticUndefined
 from typing_extensions import override
 
 from kit.errors import ConfigError, Problem, did_you_mean
+from kit.json_text import write_whole
 from kit.other_configs import COMMAND, SECTIONS, Translation, changes_of
 from kit.registry import Drawable, load
 from kit.sections import (
@@ -236,9 +237,7 @@ class Config(Drawable, Section):
         """Write `to_yaml()`; the file is replaced in one move, never left half-written."""
         file = Path(path)
         file.parent.mkdir(parents=True, exist_ok=True)
-        draft = file.with_name(file.name + ".tmp")
-        draft.write_text(self.to_yaml(), encoding="utf-8")
-        return draft.replace(file)
+        return write_whole(file, self.to_yaml())
 
     # -- comparing and changing
 

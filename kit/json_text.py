@@ -1,7 +1,8 @@
 """JSON that somebody else may have written, damaged or made up: read within bounds, or one named error.
 
 Python's own reader ends deep nesting in a RecursionError, and reads whole numbers that no float can hold, which fail
-wherever they are computed with. Both are refused here, before anything walks over the values.
+wherever they are computed with. Both are refused here, before anything walks over the values. What kit writes itself is
+never found half-written.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import threading
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
@@ -44,11 +46,23 @@ def read_json(data: bytes | str, where: str = "") -> Any:
 
 
 def write_json(path: Path, values: Any, indent: int | None = None) -> Path:
-    """Write a file of kit's own; it is replaced in one move, so a reader finds the old values or the new."""
+    """Write a file of kit's own, and the folders above it, as `write_whole` does."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    draft = path.with_name(f"{path.name}.{os.getpid()}.tmp")
-    draft.write_text(json.dumps(values, indent=indent), encoding="utf-8")
-    return draft.replace(path)
+    return write_whole(path, json.dumps(values, indent=indent))
+
+
+def write_whole(path: Path, content: str | bytes) -> Path:
+    """Replace a file in one move, so that a reader finds the old content or the new.
+
+    The draft has a name that no other process or thread writes to.
+    """
+    draft = path.with_name(f".{path.name}.{os.getpid()}.{threading.get_ident()}.tmp")
+    try:
+        draft.write_bytes(content.encode() if isinstance(content, str) else content)
+        return draft.replace(path)
+    except BaseException:
+        draft.unlink(missing_ok=True)
+        raise
 
 
 def _whole(digits: str) -> int:

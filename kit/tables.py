@@ -8,18 +8,20 @@ with an arrow, in the HTML also for readers who hear the page.
 
 from __future__ import annotations
 
+import copy
 import math
 import sys
 import uuid
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
 from itertools import groupby
-from typing import Any
+from typing import Any, Self, TypeVar, overload
 
 from kit.errors import ConfigError
 from kit.units import format_bytes, format_count, format_seconds
 
+Row = TypeVar("Row")
 _RULE = "1px solid var(--jp-border-color2, #ccc)"
 _SHORT = 12
 """Letters of a cell that never wraps: as long as numbers with their units are."""
@@ -127,6 +129,27 @@ def _cell(column: int, dense: bool, wraps: bool = False) -> str:
     padding = "2px 3px" if dense else "2px 10px"
     wrap = "normal" if wraps else "nowrap"
     return f"text-align: {f'right; white-space: {wrap}' if column else 'left'}; padding: {padding}"
+
+
+class ResultRows(Sequence[Row]):
+    """Results below one another: index or iterate them; a slice is of the same kind."""
+
+    def __init__(self, rows: Iterable[Row]) -> None:
+        self._held = tuple(rows)
+
+    @overload
+    def __getitem__(self, index: int) -> Row: ...
+    @overload
+    def __getitem__(self, index: slice) -> Self: ...
+    def __getitem__(self, index: int | slice) -> Row | Self:
+        if not isinstance(index, slice):
+            return self._held[index]
+        part = copy.copy(self)
+        part._held = self._held[index]
+        return part
+
+    def __len__(self) -> int:
+        return len(self._held)
 
 
 # -- rows that the user gives

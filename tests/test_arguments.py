@@ -5,7 +5,7 @@ import pytest
 
 import kit
 from kit.arguments import config_first
-from kit.errors import ConfigError
+from kit.errors import ConfigError, KitWarning
 from kit.studies.repeats import RunSource
 
 CONFIG = kit.Config().replace({"name": "given"})
@@ -132,6 +132,33 @@ def test_an_argument_that_fit_does_not_have_is_answered_with_what_was_meant(name
         kit.fit(CONFIG, **named)
     assert isinstance(caught.value, ConfigError)
     assert [problem.path for problem in caught.value.problems] == [*named]
+
+
+@pytest.mark.parametrize(
+    ("given", "named", "words"),
+    [
+        ((), {}, "source"),
+        (("x.npy",), {"batchsize": 8}, "mean 'batch_size'"),
+        (("x.npy",), {"batch_size": "8"}, "whole number"),
+        (("x.npy", None, None, None), {}, "positional"),
+    ],
+)
+@pytest.mark.parametrize("kind", [kit.data.RowData, kit.data.EventData])
+def test_data_that_is_made_with_wrong_arguments_says_what_it_takes(kind, given, named, words):
+    with pytest.raises(TypeError, match=words) as caught:
+        kind(*given, **named)
+    assert isinstance(caught.value, ConfigError)
+    assert kind.__name__ in str(caught.value) or caught.value.problems[0].path in named
+    with pytest.raises(ConfigError, match="PatchData"):
+        kit.data.PatchData()
+
+
+def test_arguments_beside_data_that_is_made_already_are_said_to_be_unused(tmp_path, monkeypatch):
+    from kit.testing import TinyData, TinyModule
+
+    monkeypatch.chdir(tmp_path)
+    with pytest.warns(KitWarning, match=r"data\.arguments .*batch_size.* not used"):
+        kit.predict_memory(CONFIG.replace({"data.arguments": {"batch_size": 3}}), TinyModule, TinyData())
 
 
 @pytest.mark.parametrize(

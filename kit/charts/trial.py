@@ -39,7 +39,7 @@ from kit.events import Event
 from kit.memory.replay.estimate import MemoryEstimate
 from kit.records.ratios import SpeedRange
 from kit.records.timing import Timing, rounded_shares, timing
-from kit.records.trace import PHASE_LABELS, PHASES, MemoryInfo, ThroughputInfo, Trace, losses_of, trace_of
+from kit.records.trace import PHASE_LABELS, PHASES, MemoryInfo, ThroughputInfo, Trace, losses_of
 from kit.sections import Trial as TrialSettings
 from kit.trial.trial import Trial
 from kit.units import format_bytes, format_count
@@ -66,7 +66,7 @@ _BAND_COLOUR, _UNPREDICTED = look.SKY, "no prediction"
 
 
 class TrialChart:
-    """One figure of a trial, made once and fed events; `svg()` and `png()` are pictures of what it has so far."""
+    """One figure of a trial, made once and fed events; `svg()` and `still()` are pictures of what it has so far."""
 
     def __init__(self, config: Config, world_size: int = 1, has_device: bool = False) -> None:
         self.trace = Trace(config.trial.warmup_steps, config.trial.max_steps, world_size)
@@ -142,11 +142,6 @@ class TrialChart:
         ]
         return look.svg(self.figure, " ".join(parts))
 
-    def png(self, pixels_per_inch: int = look.PIXELS_PER_INCH) -> bytes:
-        """The chart as a PNG on white."""
-        self._update()
-        return look.png(self.figure, pixels_per_inch)
-
     def still(self) -> bytes:
         """The chart as a PNG that reads on light and dark."""
         self._update()
@@ -176,16 +171,6 @@ def memory_band(estimate: MemoryEstimate) -> tuple[float, float] | None:
     if estimate.device_kind == "cpu":
         return estimate.total_bytes
     return estimate.device_allocated_bytes, estimate.device_reserved_bytes
-
-
-def trial_figure(events: Iterable[Event], config: Config) -> Figure:
-    """The finished chart of the events of one trial."""
-    events = list(events)
-    known = trace_of(events, config)
-    chart = TrialChart(config, known.world_size or 1, known.memory().has_device)
-    chart.add(events)
-    chart._update()
-    return chart.figure
 
 
 class _Panel:

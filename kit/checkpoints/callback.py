@@ -23,13 +23,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer
+from lightning.pytorch import Callback, LightningModule, Trainer
 from typing_extensions import override
 
-from kit.checkpoints.downloading import download_once
 from kit.checkpoints.parts import Signature, saved_at, signature
 from kit.checkpoints.uploading import BundleStore, SourceChanged, Upload
-from kit.config import resolve_path
 from kit.data.stores.url import redact, resolve_url
 from kit.errors import KitWarning, StoreError
 from kit.sections import Checkpoint
@@ -339,31 +337,3 @@ def _remove_links(saved: _Saved) -> None:
         shutil.rmtree(folder, ignore_errors=True)
         with contextlib.suppress(OSError):
             folder.parent.rmdir()
-
-
-class DownloadedData(LightningDataModule):
-    """A data module whose files are brought once to each machine before any rank reads them.
-
-    Derive from it and read `self.path` in `setup` and in the loaders. Lightning calls `prepare_data` in one rank of
-    each node and holds the others until it returns; trainers that share a machine take turns besides.
-
-    Args:
-        url: What to bring: a folder of objects, or one object.
-        path: Where it goes, under its final name; a relative one starts at the project folder.
-        credentials: As `data.credentials`.
-        sha256: Of one object, when it is known.
-    """
-
-    def __init__(self, url: str, path: str | Path, *, credentials: str = "default", sha256: str = "") -> None:
-        super().__init__()
-        self.url, self.path = url, resolve_path(path)
-        self.credentials, self.sha256 = credentials, sha256
-
-    @override
-    def prepare_data(self) -> None:
-        """Bring it, unless it is there.
-
-        Raises:
-            StoreError: when that fails; see `kit.data.download_once`.
-        """
-        download_once(self.url, self.path, credentials=self.credentials, sha256=self.sha256)

@@ -29,7 +29,7 @@ from kit.committed.run import CommittedRun, LaunchLines
 from kit.committed.yaml import Job, committed_yaml
 from kit.config import Config, project_folder, resolve_path
 from kit.errors import ConfigError, Problem, did_you_mean
-from kit.json_text import read_json
+from kit.json_text import read_json, write_whole
 from kit.machine.machine import hardware
 from kit.records.row import PREDICTED, read_whole, row_of
 from kit.tables import FRAME, html_list
@@ -262,9 +262,7 @@ def _relative(path: Path) -> str:
 def _write(path: Path, text: str) -> None:
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        draft = path.with_name(path.name + ".tmp")
-        draft.write_text(text, encoding="utf-8")
-        draft.replace(path)
+        write_whole(path, text)
     except OSError as error:
         message = f"cannot write {path}: {error.strerror or error}; choose another folder"
         raise ConfigError([Problem("commit.folder", message)]) from error

@@ -23,15 +23,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from kit.config import Config
-from kit.train.choices import (
-    Entry,
-    entry,
-    length_of,
-    lever_entries,
-    monitor_entries,
-    strategy_entry,
-    upload_entries,
-)
+from kit.train.choices import Entry, entry, length_of, lever_entries, monitor_entries, strategy_entry, upload_entries
 from kit.units import plural
 from kit.yaml_text import COMMITTED
 

@@ -47,13 +47,6 @@ class Confinement:
     """Whether nothing is read any more once the hooks run."""
     why_not_private: str = ""
 
-    @property
-    def mechanism(self) -> str:
-        """What keeps files as they are, in words."""
-        if self.private is not None:
-            return "a private view of the file system"
-        return "Landlock and Python's own functions" if self.landlocked else "Python's own functions"
-
 
 _confinement: Confinement | None = None
 _refusals: Refusals | None = None

@@ -119,7 +119,7 @@ def join(
     if len(parts) < 2:
         raise _error(f"{len(parts)} store is nothing to join; give at least two")
     arrays: dict[str, ArrayInfo] = {}
-    owners: dict[str, tuple[int, str]] = {}
+    sources: dict[str, ChunkPlaces] = {}
     notes: tuple[str, ...] = ()
     if match and dimension:
         raise _error(f"{dimension!r} makes stores follow one another, which data.match does not; set one of them")
@@ -130,7 +130,7 @@ def join(
     beside = not dimension
     _refuse_unlike(parts, {dimension, *(match or {})}, align, sized=bool(match or dimension), beside=beside)
     if match:
-        arrays, owners, notes = _beside(parts, match, unmatched)
+        arrays, sources, notes = _matched(parts, match, unmatched)
     elif not dimension:
         for part in parts:
             for name, info in part.arrays.items():
@@ -148,13 +148,13 @@ def join(
                 arrays[name] = info  # a static field, of the first store
     if not arrays:
         raise _error("the stores have no variable in common")
-    sources = _sources(parts, dimension, arrays, owners)
+    sources = sources or {name: _places(parts, dimension, name, info) for name, info in arrays.items()}
     return JoinedDataset(
         url=" + ".join(part.url for part in parts[:2]) + (f" + {len(parts) - 2} more" if len(parts) > 2 else ""),
         credentials=credentials, arrays=arrays, coordinates=parts[0].coordinates, attributes=parts[0].attributes,
         asides={name: why for part in parts for name, why in part.asides.items()},
         strict=any(part.strict or part.manifest is not None for part in parts),
-        opener=partial(_open, parts, arrays, owners, sources), parts=parts, dimension=dimension, notes=notes,
+        opener=partial(_open, parts, arrays, sources), parts=parts, dimension=dimension, notes=notes,
         sources=sources,
     )  # fmt: skip
 
@@ -191,12 +191,12 @@ def _each(call: Callable[[Any], Any], stores: Sequence[Any]) -> Iterator[Any]:
         return iter([one.result() if isinstance(one, Future) else one for one in near])
 
 
-def _beside(
+def _matched(
     parts: Sequence[Dataset], match: Mapping[str, Match], unmatched: Unmatched
-) -> tuple[dict[str, ArrayInfo], dict[str, tuple[int, str]], tuple[str, ...]]:
-    """The variables of all stores on the grid of the first, the store and name of each, and what has no match."""
+) -> tuple[dict[str, ArrayInfo], dict[str, ChunkPlaces], tuple[str, ...]]:
+    """The variables of all stores on the grid of the first, where each lies, and what has no match."""
     first, sizes = parts[0], _sizes(parts[0])
-    arrays, owners = dict(first.arrays), {name: (0, name) for name in first.arrays}
+    arrays, sources = dict(first.arrays), {name: ChunkPlaces(name, (0,)) for name in first.arrays}
     together, notes = dict.fromkeys(sizes, 1), list[str]()
     for number, part in enumerate(parts[1:], 2):
         found: dict[str, Matched] = {}
@@ -216,13 +216,13 @@ def _beside(
         for name, info in part.arrays.items():
             own = f"{name}_{number}" if name in arrays else name
             shape = tuple(sizes.get(dim, size) for dim, size in zip(info.dims, info.shape, strict=True))
-            owners[own] = (number - 1, name)
+            sources[own] = ChunkPlaces(name, (number - 1,))
             arrays[own] = replace(info, name=own, shape=shape, matched=tuple(map(found.get, info.dims)))
     for name, info in first.arrays.items():
         before = info.together or (1,) * len(info.dims)
         most = (max(together[dim], one) for dim, one in zip(info.dims, before, strict=True))
         arrays[name] = replace(info, together=tuple(most))
-    return arrays, owners, tuple(f"{note}: {unmatched.replace('-out', ' out')}" for note in notes)
+    return arrays, sources, tuple(f"{note}: {unmatched.replace('-out', ' out')}" for note in notes)
 
 
 def _sizes(part: Dataset) -> dict[str, int]:
@@ -430,7 +430,7 @@ class ChunkPlaces:
     """Of the array there."""
     parts: tuple[int, ...]
     """The stores that hold it, in order."""
-    axis: int | None
+    axis: int | None = None
     """The dimension that is joined; None where one store holds it whole."""
     starts: tuple[int, ...] = ()
     """Along an axis that the stores have: the first object of each."""
@@ -447,36 +447,18 @@ class ChunkPlaces:
         return self.parts[part], inside
 
 
-def _sources(
-    parts: Sequence[Dataset],
-    dimension: str,
-    arrays: Mapping[str, ArrayInfo],
-    owners: Mapping[str, tuple[int, str]],
-) -> dict[str, ChunkPlaces]:
-    """Where the chunks of each array lie."""
-    sources = {}
-    for name, info in arrays.items():
-        if name in owners:
-            owner, stored = owners[name]
-            sources[name] = ChunkPlaces(stored, (owner,), None)
-            continue
-        holders = _holders(parts, name)
-        own = parts[holders[0]].arrays[name]
-        if len(holders) == 1 or not dimension or info == own:
-            sources[name] = ChunkPlaces(name, holders[:1], None)
-        elif dimension not in own.dims:
-            sources[name] = ChunkPlaces(name, holders, 0)
-        else:
-            axis = own.dims.index(dimension)
-            side = (own.shard or own.chunk)[axis]
-            counts = [-(-part.arrays[name].shape[axis] // side) for part in parts]
-            sources[name] = ChunkPlaces(name, holders, axis, tuple(np.cumsum([0, *counts[:-1]]).tolist()))
-    return sources
-
-
-def _holders(parts: Sequence[Dataset], name: str) -> tuple[int, ...]:
-    """The numbers of the stores that have an array."""
-    return tuple(number for number, part in enumerate(parts) if name in part.arrays)
+def _places(parts: Sequence[Dataset], dimension: str, name: str, info: ArrayInfo) -> ChunkPlaces:
+    """Where the chunks of an array lie that no store was matched for."""
+    holders = tuple(number for number, part in enumerate(parts) if name in part.arrays)
+    own = parts[holders[0]].arrays[name]
+    if len(holders) == 1 or not dimension or info == own:
+        return ChunkPlaces(name, holders[:1])
+    if dimension not in own.dims:
+        return ChunkPlaces(name, holders, 0)
+    axis = own.dims.index(dimension)
+    side = (own.shard or own.chunk)[axis]
+    counts = [-(-part.arrays[name].shape[axis] // side) for part in parts]
+    return ChunkPlaces(name, holders, axis, tuple(np.cumsum([0, *counts[:-1]]).tolist()))
 
 
 def find_object(sources: Mapping[str, ChunkPlaces], key: str) -> tuple[int, str] | None:
@@ -492,34 +474,26 @@ def find_object(sources: Mapping[str, ChunkPlaces], key: str) -> tuple[int, str]
     return part, f"{sources[name].name}/{prefix}{mark.join(map(str, place))}"
 
 
-def _open(
-    parts: tuple[Dataset, ...],
-    arrays: Mapping[str, ArrayInfo],
-    owners: Mapping[str, tuple[int, str]],
-    sources: Mapping[str, ChunkPlaces],
-) -> Store:
+def _open(parts: tuple[Dataset, ...], arrays: Mapping[str, ArrayInfo], sources: Mapping[str, ChunkPlaces]) -> Store:
     """A store whose chunks are those of the parts."""
     stores = [part.open_store() for part in parts]
     memory = MemoryStore()
-    documents: dict[str, bytes] = {"zarr.json": json.dumps({"zarr_format": 3, "node_type": "group"}).encode()}
+    documents: dict[str, dict[str, Any]] = {"zarr.json": {"zarr_format": 3, "node_type": "group"}}
     for name, info in arrays.items():
-        if name in owners:
-            owner, stored = owners[name]
-            base, document = _document(stores[owner], stored, parts[owner].url)
-            documents[f"{name}/{base}"] = json.dumps(document).encode()
-            continue
-        holders = _holders(parts, name)
-        own = parts[holders[0]].arrays[name]
-        found = [_document(stores[number], name, parts[number].url) for number in holders]
-        base, first = found[0]
-        added = len(info.shape) - len(own.shape)
-        wanted = _adapted(first, info.shape, added)
-        for number, (_, other) in zip(holders[1:], found[1:], strict=True):
-            if sources[name].axis is not None and _encoding(_adapted(other, info.shape, added)) != _encoding(wanted):
-                raise _error(f"{redact(parts[number].url)}: {name} is encoded in another way than in the first store")
-        documents[f"{name}/{base}"] = json.dumps(wanted).encode()
-    for key, data in documents.items():
-        memory._store_dict[key] = default_buffer_prototype().buffer.from_bytes(data)
+        source = sources[name]
+        found = [_document(stores[number], source.name, parts[number].url) for number in source.parts]
+        base, document = found[0]
+        if source.axis is not None:
+            added = len(info.shape) - len(parts[source.parts[0]].arrays[name].shape)
+            document = _adapted(document, info.shape, added)
+            for number, (_, other) in zip(source.parts[1:], found[1:], strict=True):
+                if _encoding(_adapted(other, info.shape, added)) != _encoding(document):
+                    raise _error(
+                        f"{redact(parts[number].url)}: {name} is encoded in another way than in the first store"
+                    )
+        documents[f"{name}/{base}"] = document
+    for key, values in documents.items():
+        memory._store_dict[key] = default_buffer_prototype().buffer.from_bytes(json.dumps(values).encode())
     return JoinedStore(memory, [*zip(stores, (part.url for part in parts), strict=True)], sources)
 
 

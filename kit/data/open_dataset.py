@@ -43,13 +43,7 @@ from kit.data.stores.metadata import (
 )
 from kit.data.stores.url import list_objects, local_folder, open_store, read_object, redact, resolve_url, store_error
 from kit.data.variables import array_info, asides
-from kit.errors import (
-    CorruptChunkError,
-    MissingChunkError,
-    StoreError,
-    UnfinishedStoreError,
-    UnreachableStoreError,
-)
+from kit.errors import CorruptChunkError, MissingChunkError, StoreError, UnfinishedStoreError, UnreachableStoreError
 from kit.registry import load
 
 if TYPE_CHECKING:

@@ -21,9 +21,10 @@ from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from math import prod
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
 import numpy as np
+from typing_extensions import override
 
 from kit.chunks.access import VALUE_BYTES, Blocks
 from kit.chunks.geometry import axes_of
@@ -41,8 +42,62 @@ _PATHS = {
 
 
 @dataclass(frozen=True, kw_only=True)
-class SamplePlan:
-    """The samples of every epoch and their batches; equal on every rank."""
+class EpochPlan:
+    """The batches of every epoch; equal on every rank."""
+
+    batch_size: int
+    """Samples per batch on each rank."""
+    world_size: int
+    seed: int
+    shuffle: bool
+    """Whether each epoch has an order of its own; else all are like epoch 0."""
+    drop_last: bool
+    earlier: tuple[Segment, ...] = ()
+    """How the steps of the epoch before were taken, where this plan is of the rest of one (see `resume`)."""
+
+    @property
+    def samples(self) -> int:
+        """Samples that exist in an epoch; with drop_last, those past the last full global batch are not delivered."""
+        raise NotImplementedError
+
+    @property
+    def global_batch_size(self) -> int:
+        return self.batch_size * self.world_size
+
+    @cached_property
+    def steps(self) -> Steps:
+        """The steps of an epoch."""
+        return Steps(
+            samples=self.samples, batch_size=self.batch_size, world_size=self.world_size, drop_last=self.drop_last,
+            earlier=self.earlier,
+        )  # fmt: skip
+
+    @property
+    def batches_per_epoch(self) -> int:
+        """Steps of an epoch, the same on every rank."""
+        return self.steps.count
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What of the rest of an epoch is not as it would have been without the stop."""
+        return self.steps.notes
+
+    def identity(self) -> dict[str, Any]:
+        """What decides the batches and their order, in plain values, for `resume`."""
+        raise NotImplementedError
+
+    def resume(self, other: Mapping[str, Any], step: int) -> Self:
+        """This plan for the rest of an epoch, of which the plan of that identity took the first `step` steps.
+
+        Raises:
+            ConfigError: when the other plan has other samples or another order.
+        """
+        raise NotImplementedError
+
+
+@dataclass(frozen=True, kw_only=True)
+class SamplePlan(EpochPlan):
+    """The samples of every epoch and their batches."""
 
     shape: tuple[int, ...]
     patch: tuple[int, ...]
@@ -51,21 +106,12 @@ class SamplePlan:
     """Distance between positions; unused in random order."""
     samples_per_epoch: int
     """Samples of an epoch in random and block order; grid order counts its own (see `samples`)."""
-    batch_size: int
-    """Samples per batch on each rank."""
-    world_size: int
-    seed: int
-    shuffle: bool
-    """Whether each epoch has its own order (grid) or its own offsets (random); else all are like epoch 0."""
-    drop_last: bool
     block: tuple[int, ...] = ()
     """Block order: sides of a block."""
     samples_per_block: int = 1
     blocks_per_window: int = 1
     origin: tuple[int, ...] = ()
     """Where `shape` begins in the array; empty for its first element."""
-    earlier: tuple[Segment, ...] = ()
-    """How the steps of the epoch before were taken, where this plan is of the rest of one (see `resume`)."""
     places: Places | None = None
     """Where patches may lie and how often, in `shape`; None where all positions are alike."""
     limit: WindowLimit | None = None
@@ -91,14 +137,6 @@ class SamplePlan:
             seed=self.seed, cuts=cuts_of(self.earlier, self.world_size, self.blocks_per_window)[0], places=self.places,
         )  # fmt: skip
 
-    @cached_property
-    def steps(self) -> Steps:
-        """The steps of an epoch."""
-        return Steps(
-            samples=self.samples, batch_size=self.batch_size, world_size=self.world_size, drop_last=self.drop_last,
-            earlier=self.earlier,
-        )  # fmt: skip
-
     @property
     def spacing(self) -> tuple[int, ...]:
         """Distance between positions along each dimension: in random order every element is one."""
@@ -111,20 +149,11 @@ class SamplePlan:
         return tuple((size - patch) // stride + 1 for size, patch, stride in sides)
 
     @property
+    @override
     def samples(self) -> int:
-        """Samples that exist in an epoch; with drop_last, those past the last full global batch are not delivered."""
         if self.order != "grid":
             return self.samples_per_epoch
         return prod(self.grid) if self.places is None else self.places.count
-
-    @property
-    def global_batch_size(self) -> int:
-        return self.batch_size * self.world_size
-
-    @property
-    def batches_per_epoch(self) -> int:
-        """Steps of an epoch, the same on every rank."""
-        return self.steps.count
 
     def positions(self, step: int, rank: int) -> range:
         """The run of positions in the epoch that `rank` reads at `step`; in block order, of the rows of all ranks."""
@@ -178,14 +207,15 @@ class SamplePlan:
             return 0, len(places) * (len(places) - 1) // 2
         return pairs_of_one_visit(self.windows.visits(epoch if self.shuffle else 0, rank, places))
 
+    @override
     def identity(self) -> dict[str, Any]:
-        """What decides the samples and their order, in plain values, for `resume`."""
         plain = asdict(replace(self, limit=None, places=None))
         del plain["limit"]
         plain["places"] = "" if self.places is None else self.places.digest
         return {name: [*value] if isinstance(value, tuple) else value for name, value in plain.items()}
 
-    def resume(self, other: Mapping[str, Any], step: int) -> SamplePlan:
+    @override
+    def resume(self, other: Mapping[str, Any], step: int) -> Self:
         """This plan for the rest of an epoch, of which another plan took the first `step` steps.
 
         Every sample of the epoch comes exactly once, whatever the batch sizes and ranks of both; `notes` says what is
@@ -218,8 +248,8 @@ class SamplePlan:
         return replace(begun, earlier=segments_after(other, step, way))
 
     @property
+    @override
     def notes(self) -> tuple[str, ...]:
-        """What of the rest of an epoch is not as it would have been without the stop."""
         if self.windows is None or not self.windows.cuts:
             return self.steps.notes
         ranks, blocks, _ = self.windows.cuts[-1]
@@ -229,7 +259,7 @@ class SamplePlan:
             f"{self.blocks_per_window} at a time on each of {self.world_size} ranks, and were {blocks} on {ranks}",
         )
 
-    def _with_blocks_of(self, other: Mapping[str, Any]) -> SamplePlan:
+    def _with_blocks_of(self, other: Mapping[str, Any]) -> Self:
         """This plan with the blocks that an epoch was begun with."""
         block, each = tuple(other["block"]), int(other["samples_per_block"])
         if (block, each) == (self.block, self.samples_per_block):

@@ -24,7 +24,7 @@ from typing import Any
 from urllib.parse import quote, unquote
 
 from kit.errors import HardwareError
-from kit.json_text import read_json
+from kit.json_text import read_json, write_whole
 from kit.machine.processes import alive, identify, machine
 
 FOLDER = Path(f"/tmp/kit-claims-{os.getuid() if hasattr(os, 'getuid') else 0}")
@@ -143,9 +143,7 @@ def _read(file: Path) -> GpuLease | None:
 
 
 def _write(claim: GpuLease, file: Path) -> Path:
-    draft = file.with_suffix(".tmp")
-    draft.write_text(json.dumps(asdict(claim)), encoding="utf-8")
-    return draft.replace(file)
+    return write_whole(file, json.dumps(asdict(claim)))
 
 
 # -- the folder and its lock

@@ -15,6 +15,7 @@ from typing import Any
 
 from kit.arguments import config_first
 from kit.errors import KitError
+from kit.json_text import write_whole
 from kit.machine.machine import Machine, waiting_per_core
 from kit.memory.prediction import device_name, estimate_here
 from kit.memory.query import make_query, target_here
@@ -94,9 +95,7 @@ def predict_beside(module: object, data: object, trial: Trial, parts: TrainerPar
         elif earlier is not None and earlier.prediction.is_file():
             with contextlib.suppress(FileNotFoundError):  # its operators were never measured here
                 shutil.copyfile(earlier.predicted_speed, trial.paths.predicted_speed)
-            draft = trial.paths.prediction.with_suffix(".tmp")
-            shutil.copyfile(earlier.prediction, draft)
-            draft.replace(trial.paths.prediction)
+            write_whole(trial.paths.prediction, earlier.prediction.read_bytes())
         else:
             residuals = residuals_here(query.config.trial.folder, device_name(target))
             beside = {

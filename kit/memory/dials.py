@@ -23,12 +23,12 @@ import numbers
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, TypeGuard, overload
+from typing import Any, Literal, TypeGuard
 
 from kit.arguments import takes_config
 from kit.config import Config
 from kit.errors import ConfigError, Problem, did_you_mean
-from kit.tables import html_list, html_table, text_table
+from kit.tables import ResultRows, html_list, html_table, text_table
 from kit.targets import UNKNOWN, class_constant, signature_of
 from kit.trial.payload import Part
 
@@ -203,7 +203,7 @@ ORDER = "dial_order"
 _COLUMNS = ("argument", "value", "from", "to")
 
 
-class ModelDials(Sequence[Dial]):
+class ModelDials(ResultRows[Dial]):
     """The dials of a config, those to turn first in front."""
 
     def __init__(
@@ -214,8 +214,8 @@ class ModelDials(Sequence[Dial]):
         note: str = "",
         order: Sequence[str] = (),
     ) -> None:
+        super().__init__(dials)
         self.config = config
-        self._dials = tuple(dials)
         self.others = dict(others)
         """Whole numbers the model is made with that are no dials, and why not."""
         self.note = note
@@ -246,16 +246,6 @@ class ModelDials(Sequence[Dial]):
             hint = did_you_mean(name, [dial.name for dial in self] or ["none"], otherwise="the dials are {}")
             raise ConfigError([Problem(f"{MODEL_ARGUMENTS}.{name}", f"is no dial{why}{hint}")])
         return found
-
-    @overload
-    def __getitem__(self, index: int) -> Dial: ...
-    @overload
-    def __getitem__(self, index: slice) -> tuple[Dial, ...]: ...
-    def __getitem__(self, index: int | slice) -> Dial | tuple[Dial, ...]:
-        return self._dials[index]
-
-    def __len__(self) -> int:
-        return len(self._dials)
 
     def __repr__(self) -> str:
         table = [text_table(_COLUMNS, self._rows)] if self else []

@@ -66,7 +66,7 @@ def predict_memory(
     query, target = make_query(module, data, config, device, world_size)
     rule = batch_rule(query.data, query.config)
     rule.warn()
-    warn_of_unused(query.module, query.config)
+    warn_of_unused(query.module, query.data, query.config)
     (recording,) = recordings_of(RecordingRequest(query), timeout_seconds)
     found = estimate_here(query, recording, target)
     note = rule.made(found.batch_size).note

@@ -92,9 +92,9 @@ def _serves(recording: Recording, capability: tuple[int, int] | None) -> bool:
 cache = _Cache()
 
 
-def cached_recording(query: MemoryQuery, batch_size: int | None = None) -> Recording | None:
+def cached_recording(query: MemoryQuery) -> Recording | None:
     """What was recorded before, or None."""
-    found = cache.get(query, batch_size)
+    found = cache.get(query, None)
     return None if found is None else with_query_facts(query, found)
 
 

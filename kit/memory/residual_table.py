@@ -12,13 +12,13 @@ import statistics
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, overload
+from typing import Any
 
 from kit.arguments import checks_arguments
 from kit.json_text import read_json
 from kit.machine.processes import machine
 from kit.memory.replay.estimate import Residuals
-from kit.tables import html_table, text_table
+from kit.tables import ResultRows, html_table, text_table
 from kit.trial.directory import RunPaths, find_runs
 from kit.units import format_bytes
 
@@ -88,21 +88,8 @@ class Residual:
         return Residuals(count=self.count, outside_bytes=self.outside_bytes, highest_ratio=self.highest_ratio)
 
 
-class ResidualTable(Sequence[Residual]):
+class ResidualTable(ResultRows[Residual]):
     """One row per device of each machine."""
-
-    def __init__(self, rows: Iterable[Residual]) -> None:
-        self._rows = tuple(rows)
-
-    @overload
-    def __getitem__(self, index: int) -> Residual: ...
-    @overload
-    def __getitem__(self, index: slice) -> ResidualTable: ...
-    def __getitem__(self, index: int | slice) -> Residual | ResidualTable:
-        return ResidualTable(self._rows[index]) if isinstance(index, slice) else self._rows[index]
-
-    def __len__(self) -> int:
-        return len(self._rows)
 
     def __repr__(self) -> str:
         return text_table(_COLUMNS, self._cells) if self else _EMPTY

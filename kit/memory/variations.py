@@ -13,7 +13,7 @@ import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, overload
+from typing import Any
 
 from kit.arguments import config_first
 from kit.config import Config
@@ -23,7 +23,7 @@ from kit.memory.query import make_query
 from kit.memory.recordings import RecordingRequest, record_all
 from kit.memory.replay.cards import THIS_MACHINE, DeviceTarget
 from kit.memory.replay.estimate import MemoryEstimate
-from kit.tables import html_list, html_table, text_table
+from kit.tables import ResultRows, html_list, html_table, text_table
 from kit.trial.payload import batch_rule, refuse_unused, warn_of_unused
 from kit.units import format_bytes
 
@@ -57,23 +57,13 @@ class Variation:
         return ", ".join(changes) or "as given"
 
 
-class WhatIf(Sequence[Variation]):
+class WhatIf(ResultRows[Variation]):
     """Variations by rising peak, those without an answer last."""
 
     def __init__(self, rows: Iterable[Variation]) -> None:
-        self._rows = tuple(
+        super().__init__(
             sorted(rows, key=lambda row: row.estimate.device_allocated_bytes if row.estimate else math.inf)
         )
-
-    @overload
-    def __getitem__(self, index: int) -> Variation: ...
-    @overload
-    def __getitem__(self, index: slice) -> WhatIf: ...
-    def __getitem__(self, index: int | slice) -> Variation | WhatIf:
-        return WhatIf(self._rows[index]) if isinstance(index, slice) else self._rows[index]
-
-    def __len__(self) -> int:
-        return len(self._rows)
 
     @property
     def given(self) -> Variation:
@@ -153,7 +143,7 @@ def what_if(
     """
     given, target = make_query(module, data, config, device, _ranks(config, world_size))
     batch_rule(given.data, given.config).warn()
-    warn_of_unused(given.module, given.config)
+    warn_of_unused(given.module, given.data, given.config)
     combinations = [*_combinations(variations, given.config)]
     asked: list[RecordingRequest | KitError] = []
     for changes in combinations:

@@ -24,7 +24,7 @@ import json
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from html import escape
 from pathlib import Path
@@ -33,10 +33,11 @@ from typing import Any, NamedTuple
 from kit.arguments import checks_arguments
 from kit.config import Config
 from kit.errors import ConfigError, Problem, did_you_mean
+from kit.json_text import write_whole
 from kit.memory.alongside import is_predicting
 from kit.records.ratios import COUNTED, SPEED, SpeedRange, doubt, doubt_note, speed_key, speed_range, with_speeds
-from kit.records.row import COLUMNS, MAPPINGS, UNREADABLE, Row, flat, row_of, speed_of_operators, write
-from kit.tables import FRAME, html_groups, text_table
+from kit.records.row import COLUMNS, MAPPINGS, UNREADABLE, Row, flat, row_of, speed_of_operators
+from kit.tables import FRAME, ResultRows, html_groups, text_table
 from kit.trial.directory import CALIBRATIONS, RunPaths, find_runs, runs_folder
 from kit.trial.submit import notebook_here
 from kit.trial.trial import ENDED, Trial
@@ -173,22 +174,13 @@ def _with_state(row: Row) -> Row:
     return {**row, "prediction": UNDER_WAY} if under_way else row
 
 
-class Results(Sequence[Row]):
+class Results(ResultRows[Row]):
     """Rows of trials: index or iterate them as dicts, choose among them, show them as a table, write them to a file."""
 
     def __init__(self, rows: Iterable[Row], where: str = "", note: str = "") -> None:
         """`where` is the folder they are from, `note` says what else is there."""
-        self._rows = tuple(rows)
+        super().__init__(rows)
         self._where, self.note = where, note
-
-    def __getitem__(self, index: int | slice) -> Any:
-        return Results(self._rows[index], self._where, self.note) if isinstance(index, slice) else self._rows[index]
-
-    def __len__(self) -> int:
-        return len(self._rows)
-
-    def __iter__(self) -> Iterator[Row]:
-        return iter(self._rows)
 
     @property
     def predicted_soon(self) -> dict[str, RunPaths]:
@@ -557,5 +549,5 @@ def written(text: str, path: str | Path | None) -> str:
     """The text itself, also written to `path` when given: in one step, so that no reader finds half of it."""
     if path is not None:
         Path(path).parent.mkdir(parents=True, exist_ok=True)
-        write(text, Path(path))
+        write_whole(Path(path), text)
     return text

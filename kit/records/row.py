@@ -30,7 +30,6 @@ import math
 import operator
 import os
 import re
-import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -38,7 +37,7 @@ from typing import Any, TypeVar
 
 from kit.config import Config
 from kit.errors import TrialError
-from kit.json_text import read_json
+from kit.json_text import read_json, write_whole
 from kit.memory.replay.estimate import MeasuredMemory, MemoryEstimate
 from kit.memory.residual_table import compared, ratio
 from kit.records.ratios import SPEED, SpeedRange, doubt, speed_key
@@ -363,18 +362,7 @@ def _keep(paths: RunPaths, sources: Sources, row: Row) -> None:
     """In one step; a folder of others is left as it is."""
     whole = {"format": _FORMAT, "kit": versions().get("kit"), "sources": sources, "row": row}
     with contextlib.suppress(OSError):
-        write(json.dumps(whole, allow_nan=False, separators=(",", ":")), paths.row)
-
-
-def write(text: str, file: Path) -> Path:
-    """Replace a file in one step, by way of a name that no other process or thread writes to."""
-    draft = file.with_name(f".{file.name}.{os.getpid()}.{threading.get_ident()}.tmp")
-    try:
-        draft.write_text(text, encoding="utf-8", newline="")
-        return draft.replace(file)
-    except BaseException:
-        draft.unlink(missing_ok=True)
-        raise
+        write_whole(paths.row, json.dumps(whole, allow_nan=False, separators=(",", ":")))
 
 
 Found = TypeVar("Found")

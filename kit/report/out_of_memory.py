@@ -19,6 +19,7 @@ from typing import Any
 from kit.charts import style as look
 from kit.config import Config
 from kit.errors import TrialError
+from kit.json_text import write_whole
 from kit.machine.machine import hardware
 from kit.memory.prediction import predict_memory
 from kit.memory.query import find_target_device
@@ -28,7 +29,6 @@ from kit.memory.replay.estimate import MemoryEstimate, clock_of
 from kit.memory.replay.replay import replay as play
 from kit.memory.replay.replay import with_cublas_workspaces
 from kit.memory.replay.snapshot import NO_LINE, DeviceMemory, load_snapshot, moment_of, predicted_holdings
-from kit.records.row import write
 from kit.report.page import MISSING, counted, figure_html, html_page
 from kit.studies.scaling.escalation import Recommendation, RunTarget
 from kit.studies.scaling.recommend import recommend
@@ -92,7 +92,7 @@ def memory_report(trial: Trial, snapshot: Path, file: Path, timeout_seconds: flo
         ]),
     }  # fmt: skip
     about = f"Trial {escape(trial.name)}. Written {when} by kit {versions().get('kit', '')}."
-    return write(html_page(f"Out of memory: {escape(trial.config.name)}", about, sections), file)
+    return write_whole(file, html_page(f"Out of memory: {escape(trial.config.name)}", about, sections))
 
 
 def _held(trial: Trial, memory: DeviceMemory, timeout_seconds: float | None) -> _Held:

@@ -24,9 +24,10 @@ from kit.arguments import checks_arguments
 from kit.charts import style as look
 from kit.config import Config
 from kit.errors import ConfigError, KitError, Problem, TrialError
+from kit.json_text import write_whole
 from kit.records import results
 from kit.records.results import Results, speed_before
-from kit.records.row import Row, predicted_of, without_secrets, write
+from kit.records.row import Row, predicted_of, without_secrets
 from kit.studies.comparison import Comparison, compare, setting_text
 from kit.studies.repeats import Tried
 from kit.tables import FRAME, html_list, html_table, html_warnings
@@ -82,7 +83,7 @@ def html_report(trials: Given | Sequence[Given], path: str | Path, *, title: str
     page = report_page(compare(*given), title)
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
-        return write(page, file)
+        return write_whole(file, page)
     except OSError as error:
         raise ConfigError([Problem("path", f"cannot write {file}: {error.strerror or error}")]) from error
 

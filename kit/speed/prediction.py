@@ -100,7 +100,7 @@ def predict_speed(
         config = config.replace({"hardware.devices": devices})
     query, target = make_query(module, data, config, device, devices)
     batch_rule(query.data, query.config).warn()
-    warn_of_unused(query.module, query.config)
+    warn_of_unused(query.module, query.data, query.config)
     recording, strategy, why = _recorded(query, target, timeout_seconds)
     reasons += why
     costs: Costs

@@ -261,11 +261,11 @@ def try_change(
     return Tried(before=before, after=after, predicted=predicted)
 
 
-def undecided(tried: Tried, enough: float = ENOUGH) -> bool:
-    """Whether more repeats could tell more: the gain may be none, or is known less well than to `enough`."""
+def undecided(tried: Tried) -> bool:
+    """Whether more repeats could tell more: the gain may be none, or is known less well than to `ENOUGH`."""
     low, high = tried.interval(_STUDENT_STRICT)
     is_effect = low > 1 or high < 1
-    return not ((is_effect and tried.visible <= max(enough, abs(tried.gain - 1) / 2)) or tried.visible <= enough)
+    return not ((is_effect and tried.visible <= max(ENOUGH, abs(tried.gain - 1) / 2)) or tried.visible <= ENOUGH)
 
 
 def _with_run(side: Side, source: RunSource, on_run: Callable[[Trial], object] | None) -> Side:

@@ -38,7 +38,7 @@ from typing import Any
 
 from kit.config import Config, project_folder
 from kit.errors import ConfigError, ForeignRunError, KitWarning, Problem, TrialError
-from kit.json_text import read_json
+from kit.json_text import read_json, write_whole
 from kit.units import format_bytes
 
 EVENT_FILES = "events.*.jsonl"
@@ -164,9 +164,7 @@ class RunPaths:
 
     def write_prediction(self, estimate: Mapping[str, Any]) -> None:
         """Keep an estimate with the run, in one step."""
-        draft = self.prediction.with_suffix(".tmp")
-        draft.write_text(json.dumps(estimate), encoding="utf-8")
-        draft.replace(self.prediction)
+        write_whole(self.prediction, json.dumps(estimate))
 
     @property
     def predicted_speed(self) -> Path:

@@ -374,14 +374,16 @@ def check_parts(module: Part, data: Part, config: Config) -> None:
         _check_call(part, path, arguments)
 
 
-def warn_of_unused(module: Part, config: Config, stacklevel: int = 3) -> None:
-    """Say that `model.arguments` make nothing where the module is made already, or by a function."""
-    if module.kind in ("instance", "factory") and config.model.arguments:
-        message = (
-            f"model.arguments ({', '.join(config.model.arguments)}) are not used: {module} is made without them; give "
-            "its class or an import path to have it made with them"
-        )
-        warnings.warn(message, KitWarning, stacklevel=stacklevel)
+def warn_of_unused(module: Part, data: Part, config: Config, stacklevel: int = 3) -> None:
+    """Say that arguments make nothing where module or data is made already, or by a function."""
+    arguments = {"model.arguments": (module, config.model.arguments), "data.arguments": (data, own_arguments(config))}
+    for path, (part, given) in arguments.items():
+        if part.kind in ("instance", "factory") and given:
+            message = (
+                f"{path} ({', '.join(given)}) are not used: {part} is made without them; give its class or an import "
+                "path to have it made with them"
+            )
+            warnings.warn(message, KitWarning, stacklevel=stacklevel)
 
 
 def refuse_unused(module: Part, data: Part, changes: Mapping[str, Any]) -> None:

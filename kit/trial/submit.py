@@ -99,7 +99,7 @@ def prepare(
     rule = batch_rule(data_part, config) if batch_size is None and job is None else None
     if rule is not None:
         rule.warn(stacklevel=4)
-        warn_of_unused(module_part, config, stacklevel=4)
+        warn_of_unused(module_part, data_part, config, stacklevel=4)
     batch = None if rule is None else asdict(rule)
     options: dict[str, Any] = {
         "batch_size": batch_size, "profile": profile, "job": job, "batch": batch, "confined": confined or None,

@@ -34,6 +34,7 @@ from typing import Any, Literal, Self
 from kit.config import Config
 from kit.errors import ConfigError, HardwareError, KitError, TrialError, TrialStopped
 from kit.events import Event, EventReader
+from kit.json_text import write_whole
 from kit.machine.claims import hand_over, release
 from kit.machine.processes import alive, machine
 from kit.registry import Drawable, display, load
@@ -273,10 +274,9 @@ class Trial(Drawable):
             for _ in range(2):
                 supervisor = self._supervisor = client.supervisor(start)
                 self.environment["supervisor"] = supervisor.identity
-                draft, text = self.paths.environment.with_suffix(".tmp"), json.dumps(self.environment, indent=2)
+                text = json.dumps(self.environment, indent=2)
                 with self.paths.whole_or_gone(len(text)):
-                    draft.write_text(text)
-                    draft.replace(self.paths.environment)
+                    write_whole(self.paths.environment, text)
                 hand_over(claims, supervisor.identity, self.config.name)
                 if supervisor.send(self._start_command(reason)):
                     return

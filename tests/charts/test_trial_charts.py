@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kit.charts.trial import TrialChart, byte_limit, memory_band, rate_limit, step_limit, trial_figure
+from kit.charts.trial import TrialChart, byte_limit, memory_band, rate_limit, step_limit
 from kit.config import Config
 from kit.memory.replay.cards import DeviceTarget
 from kit.memory.replay.estimate import estimate as estimated
@@ -155,8 +155,10 @@ def test_each_line_of_a_rank_differs_in_colour_and_in_dashes():
 
 def test_a_gpu_trial_shows_device_memory_above_host_memory():
     device = {"device_allocated_bytes": 2 * GIB, "device_reserved_bytes": 3 * GIB}
-    figure = trial_figure([step(n, **device) for n in (1, 2, 3)], CONFIG)
-    titles = [axes.get_title(loc="left") for axes in figure.axes]
+    chart = TrialChart(CONFIG, has_device=True)
+    chart.add([step(n, **device) for n in (1, 2, 3)])
+    chart.svg()
+    titles = [axes.get_title(loc="left") for axes in chart.figure.axes]
     assert re.fullmatch("device memory.*, GiB", titles[0])
     assert re.fullmatch("host RSS.*, MiB", titles[1])
 
@@ -176,7 +178,7 @@ def test_the_length_a_fit_reports_replaces_the_configured_one():
 def test_a_png_stands_alone():
     chart = TrialChart(CONFIG)
     chart.add([step(1)])
-    assert chart.png().startswith(b"\x89PNG")
+    assert chart.still().startswith(b"\x89PNG")
 
 
 @pytest.mark.parametrize(

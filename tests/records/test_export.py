@@ -9,8 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from made_runs import COMPLETE, make_run
 
+from kit.json_text import write_whole
 from kit.records.results import Results, as_csv, results
-from kit.records.row import COLUMNS, MAPPINGS, write
+from kit.records.row import COLUMNS, MAPPINGS
 
 PLAIN = [name for name in COLUMNS if name not in MAPPINGS]
 EMPTY = {**dict.fromkeys(COLUMNS), "versions": {}, "config": {}}
@@ -71,9 +72,9 @@ def test_no_row_at_all_is_a_heading(tmp_path):
 
 def test_a_file_is_replaced_whole_or_not_at_all(tmp_path):
     file = tmp_path / "results.csv"
-    write("before", file)
+    write_whole(file, "before")
     with pytest.raises(UnicodeEncodeError):
-        write("\ud800", file)
+        write_whole(file, "\ud800")
     assert file.read_text() == "before"
     assert [path.name for path in tmp_path.iterdir()] == ["results.csv"]
 

@@ -7,11 +7,10 @@ from pathlib import Path
 import torch
 import train_parts
 from lightning.fabric.plugins.environments.torchelastic import TorchElasticEnvironment
-from lightning.pytorch import Callback, Trainer
+from lightning.pytorch import Callback, LightningDataModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.strategies import DDPStrategy
 
-from kit.checkpoints.callback import DownloadedData
 from kit.checkpoints.downloading import download_once, fetch_checkpoint
 from kit.errors import KitError
 from kit.train import CheckpointUpload, ShardStrategy, WholeEpochs
@@ -31,7 +30,14 @@ class Threads(Callback):
         self.seen = self.seen or any(thread.name == "kit-upload" for thread in threading.enumerate())
 
 
-class Numbers(DownloadedData):
+class Numbers(LightningDataModule):
+    def __init__(self, url, path):
+        super().__init__()
+        self.url, self.path = url, path
+
+    def prepare_data(self):
+        download_once(self.url, self.path)
+
     def setup(self, stage=None):
         self.text = Path(self.path).read_text()
 

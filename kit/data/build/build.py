@@ -36,14 +36,7 @@ from kit.data.build.layout import plan_chunks, refuse_no_plan
 from kit.data.build.open_source import load_source
 from kit.data.build.plan import BuildPlan, groups, plan_tasks
 from kit.data.build.rechunk import Grouping
-from kit.data.build.resume import (
-    check_room,
-    clear,
-    finished_with,
-    prepare,
-    refuse_foreign,
-    remove_journals,
-)
+from kit.data.build.resume import check_room, clear, finished_with, prepare, refuse_foreign, remove_journals
 from kit.data.build.schedulers import Scheduler, explain, open_scheduler
 from kit.data.build.shards import JOURNAL_SECONDS, ArrayWriter, Blueprint, BuildWork, Cut, ShardGroup, make_blueprint
 from kit.data.build.source import Source

@@ -24,7 +24,7 @@ import random
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
-from typing import Any, Generic, Protocol, Self, TypedDict, TypeVar
+from typing import Any, Generic, Self, TypedDict, TypeVar
 
 import numpy as np
 import torch
@@ -37,7 +37,7 @@ from kit.chunks.requests import Coalescing
 from kit.chunks.resources import HOLES_SHARE
 from kit.data.dataset import Dataset
 from kit.data.epochs import mixing
-from kit.data.samples import SamplePlan
+from kit.data.samples import EpochPlan, SamplePlan
 from kit.data.stores.disk_cache import ReadCache
 from kit.data.stores.transfer import NAMES, absent_chunks, total
 from kit.data.stores.url import redact
@@ -51,29 +51,7 @@ from kit.sections import Loader
 from kit.units import format_bytes
 
 Batch = TypeVar("Batch")
-
-
-class Plan(Protocol):
-    """The batches of every epoch; equal on every rank."""
-
-    @property
-    def seed(self) -> int: ...
-
-    @property
-    def batches_per_epoch(self) -> int: ...
-
-    @property
-    def notes(self) -> tuple[str, ...]:
-        """What of the rest of an epoch is not as it would have been without the stop."""
-
-    def identity(self) -> dict[str, Any]:
-        """What decides the batches and their order, in plain values."""
-
-    def resume(self, other: Mapping[str, Any], step: int) -> Self:
-        """The plan of the rest of an epoch, of which the plan of that identity took the first `step` steps."""
-
-
-AnyPlan = TypeVar("AnyPlan", bound=Plan)
+AnyPlan = TypeVar("AnyPlan", bound=EpochPlan)
 
 
 class EpochPasses(Generic[Batch, AnyPlan]):

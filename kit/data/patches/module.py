@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 from lightning.pytorch import LightningDataModule
 from typing_extensions import override
 
+from kit.arguments import checks_arguments
 from kit.config import Config
 from kit.data.build.layout import network_of
 from kit.data.dataset import Dataset
@@ -187,6 +188,7 @@ class PatchData(EpochData):
         ConfigError: for what is no Config, with how its place is given.
     """
 
+    @checks_arguments
     def __init__(self, config: Config, given: Dataset | XarrayObject | str | PathLike[str] | None = None) -> None:
         super().__init__()
         first: Any = config  # by a user, who may give anything

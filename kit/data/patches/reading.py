@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -33,7 +33,7 @@ from kit.data.stores.url import redact
 from kit.errors import ConfigError, PlanError, Problem
 from kit.machine.endpoints import endpoint_of
 from kit.machine.processes import scheduled_seconds
-from kit.tables import html_list, html_table, text_table
+from kit.tables import ResultRows, html_list, html_table, text_table
 from kit.units import format_bytes, format_count, format_seconds
 
 if TYPE_CHECKING:
@@ -128,17 +128,8 @@ class MeasuredReading:
         return found
 
 
-class Readings(Sequence[MeasuredReading]):
+class Readings(ResultRows[MeasuredReading]):
     """What was measured, one row a config, in the order given."""
-
-    def __init__(self, readings: Iterable[MeasuredReading]) -> None:
-        self._readings = tuple(readings)
-
-    def __getitem__(self, index: Any) -> Any:
-        return Readings(self._readings[index]) if isinstance(index, slice) else self._readings[index]
-
-    def __len__(self) -> int:
-        return len(self._readings)
 
     def __add__(self, other: Readings) -> Readings:
         return Readings((*self, *other))
@@ -341,17 +332,8 @@ class ServedEpoch:
         return (*first, *counted, format_bytes(self.sent_bytes), format_seconds(self.seconds), f"{self.price:.3g}")
 
 
-class ServedEpochs(Sequence[ServedEpoch]):
+class ServedEpochs(ResultRows[ServedEpoch]):
     """What was served, one row an epoch, networks in the order given."""
-
-    def __init__(self, epochs: Iterable[ServedEpoch]) -> None:
-        self._epochs = tuple(epochs)
-
-    def __getitem__(self, index: Any) -> Any:
-        return ServedEpochs(self._epochs[index]) if isinstance(index, slice) else self._epochs[index]
-
-    def __len__(self) -> int:
-        return len(self._epochs)
 
     @property
     def sentences(self) -> list[str]:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import os
 import warnings
 from collections.abc import Iterator
 from dataclasses import replace
@@ -22,15 +20,9 @@ from kit.data.open_dataset import open_dataset
 from kit.data.splits import split_of, widest_of
 from kit.data.stores.disk_cache import ReadCache
 from kit.data.stream.engine import Engine
-from kit.data.tile_statistics import (
-    TileStatistics,
-    files_of,
-    find_statistics,
-    state_of,
-    tile_sides,
-    with_statistics,
-)
+from kit.data.tile_statistics import TileStatistics, files_of, find_statistics, state_of, tile_sides, with_statistics
 from kit.errors import KitWarning, StoreError
+from kit.json_text import write_whole
 
 if TYPE_CHECKING:
     from kit.config import Config
@@ -130,16 +122,11 @@ def _by_tile(values: NDArray[Any], tile: tuple[int, ...]) -> NDArray[np.float64]
 def _keep(found: TileStatistics, dataset: Dataset) -> TileStatistics:
     data, failed = found.dump(), None
     for path in files_of(dataset, dataset.select(found.variables)):
-        draft = path.with_name(f"{path.name}.{os.getpid()}.partial")
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            draft.write_bytes(data)
-            draft.replace(path)  # in one move: whoever reads it meanwhile finds all or nothing
-            return replace(found, place=str(path))
+            return replace(found, place=str(write_whole(path, data)))
         except OSError as error:
             failed = error
-            with contextlib.suppress(OSError):
-                draft.unlink(missing_ok=True)
     raise StoreError(f"the statistics could not be kept: {failed}")
 
 

@@ -25,7 +25,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from os import PathLike
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 import torch
@@ -33,16 +33,16 @@ from numpy.typing import NDArray
 from torch import Tensor
 from typing_extensions import override
 
+from kit.arguments import checks_arguments
 from kit.chunks.resources import DiskRates
 from kit.config import Config
-from kit.data.epochs import Segment
 from kit.data.patches.loader import EpochLoader, EpochStream, pins, shared
 from kit.data.patches.module import ConfiguredData, loader_settings
 from kit.data.places import generator_of
 from kit.data.rows.page_cache import drop_cached
 from kit.data.rows.rows import Rows, Which, open_rows
 from kit.data.rows.sources import ZarrRows
-from kit.data.samples import SamplePlan
+from kit.data.samples import EpochPlan, SamplePlan
 from kit.data.stream import memory
 from kit.data.stream.engine import Spans
 from kit.errors import ConfigError, Problem
@@ -63,35 +63,26 @@ _READ_BYTES = 1 << 22
 
 
 @dataclass(frozen=True, kw_only=True)
-class RowOrder:
-    """The batches of every epoch; equal on every rank."""
+class RowOrder(EpochPlan):
+    """Which rows are in which batch of every epoch; unless they are shuffled, they come as they lie."""
 
     rows: int
-    batch_size: int
-    """Rows per batch on each rank."""
-    world_size: int
-    seed: int
-    shuffle: bool
-    """Whether each epoch has an order of its own; else rows come as they lie."""
-    drop_last: bool
     row_block: int = 1
     """Rows that lie together and are drawn together."""
     window_blocks: int = 64
     """Blocks that are mixed with one another."""
     first_row: int = 0
     """Where these rows begin among all."""
-    earlier: tuple[Segment, ...] = ()
-    """How the steps of the epoch before were taken, where this order is of the rest of one (see `resume`)."""
 
     def __post_init__(self) -> None:
         problems = []
         if self.row_block < 1 or self.window_blocks < 1:
             message = f"{self.row_block} rows × {self.window_blocks} blocks: use at least 1 of each"
             problems.append(Problem("row_block", message))
-        global_batch = self.batch_size * self.world_size
-        if global_batch > self.rows:
+        if self.global_batch_size > self.rows:
             most = f"{self.rows // self.world_size or f'{self.rows} ranks'}"
-            message = f"{self.batch_size} rows × {self.world_size} ranks = {global_batch} do not fit {self.rows} rows"
+            asked = f"{self.batch_size} rows × {self.world_size} ranks = {self.global_batch_size}"
+            message = f"{asked} do not fit {self.rows} rows"
             problems.append(Problem("loader.batch_size", f"{message}; use at most {most}"))
         if problems:
             raise ConfigError(problems)
@@ -110,12 +101,9 @@ class RowOrder:
         )  # fmt: skip
 
     @property
-    def batches_per_epoch(self) -> int:
-        return self.plan.batches_per_epoch
-
-    @property
-    def notes(self) -> tuple[str, ...]:
-        return self.plan.notes
+    @override
+    def samples(self) -> int:
+        return self.rows
 
     def batch(self, epoch: int, step: int, rank: int) -> NDArray[np.int64]:
         """The rows that `rank` reads at `step` of `epoch`, in their order.
@@ -134,16 +122,12 @@ class RowOrder:
             parts.append(_window(self, epoch, window)[max(0, run.start - begin) : run.stop - begin])
         return np.concatenate(parts) + self.first_row
 
+    @override
     def identity(self) -> dict[str, Any]:
-        """What decides the batches and their order, in plain values, for `resume`."""
         return {**{name: getattr(self, name) for name in _OWN}, "plan": self.plan.identity()}
 
-    def resume(self, other: Mapping[str, Any], step: int) -> RowOrder:
-        """This order for the rest of an epoch, of which another one took the first `step` steps.
-
-        Raises:
-            ConfigError: when the other has other rows or another order.
-        """
+    @override
+    def resume(self, other: Mapping[str, Any], step: int) -> Self:
         changed = [name for name in _OWN if getattr(self, name) != other.get(name)]
         if changed:
             way_out = "in the state to resume from; resume with the same order, or begin the epoch anew"
@@ -314,6 +298,7 @@ class RowData(ConfiguredData):
             bounds.
     """
 
+    @checks_arguments
     def __init__(
         self,
         source: str | PathLike[str] | Tensor | NDArray[Any] | Rows,

@@ -21,7 +21,6 @@ import os
 import shutil
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from html import escape
 from itertools import takewhile
 from numbers import Integral
 from os import PathLike, fspath
@@ -441,7 +440,7 @@ class ArraySize:
         return f"{self.headline}\n{text_table(_COLUMNS, self._rows())}"
 
     def _repr_html_(self) -> str:
-        return html_table(_COLUMNS, self._rows(), caption=escape(self.headline))
+        return html_table(_COLUMNS, self._rows(), caption=self.headline)
 
 
 @checks_arguments

@@ -36,15 +36,7 @@ import pycurl
 
 from kit.data.stores.auth import Address
 from kit.data.stores.fsspec import is_metadata
-from kit.data.stores.transfer import (
-    TOO_MANY,
-    ConcurrencyLimit,
-    Counters,
-    Octets,
-    Retries,
-    RetryAttempts,
-    octets,
-)
+from kit.data.stores.transfer import TOO_MANY, ConcurrencyLimit, Counters, Octets, Retries, RetryAttempts, octets
 from kit.data.stores.url import redact, store_error
 from kit.errors import StoreError
 

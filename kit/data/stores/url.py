@@ -327,13 +327,13 @@ def read_object(store: Store, key: str, url: str, seconds: float | None = None) 
     return None if buffer is None else buffer.to_bytes()
 
 
-def write_object(store: Store, key: str, data: bytes, url: str, seconds: float | None = None) -> None:
+def write_object(store: Store, key: str, data: bytes, url: str) -> None:
     """Put `data` under `key`, whole or not at all.
 
     Raises:
         StoreError: when the store does not take it.
     """
-    run_sync(lambda: store.set(key, default_buffer_prototype().buffer.from_bytes(data)), url, seconds)
+    run_sync(lambda: store.set(key, default_buffer_prototype().buffer.from_bytes(data)), url, None)
 
 
 def create_object(store: Store, key: str, data: bytes, url: str) -> bool:

@@ -46,14 +46,7 @@ from kit.data.stores.disk_cache import WHOLE, Entries
 from kit.data.stores.transfer import Counters
 from kit.data.stores.url import run_sync, sizes_of_objects
 from kit.data.stream.cached import KnownObjects, ObjectNames
-from kit.data.stream.codec import (
-    ABSENT,
-    INDEX_CHECKSUM_BYTES,
-    INDEX_ENTRY_BYTES,
-    FetchOnceCache,
-    Index,
-    StoredArray,
-)
+from kit.data.stream.codec import ABSENT, INDEX_CHECKSUM_BYTES, INDEX_ENTRY_BYTES, FetchOnceCache, Index, StoredArray
 from kit.data.stream.fetch import is_remote, leaves, open_client, read_index
 from kit.data.stream.memory import batch_bytes, largest_chunk_bytes
 from kit.data.stream.receive import WINDOWS_DECODED

@@ -28,7 +28,6 @@ import uuid
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from html import escape
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
@@ -165,7 +164,7 @@ class QueryCache:
 
     def _repr_html_(self) -> str:
         headline, rows = self._described()
-        return html_table(_COLUMNS, rows, caption=escape(headline))
+        return html_table(_COLUMNS, rows, caption=headline)
 
     # -- reading
 

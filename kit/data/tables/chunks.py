@@ -58,13 +58,15 @@ from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from statistics import NormalDist, fmean
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 from numpy.typing import NDArray
+from typing_extensions import override
 
-from kit.data.epochs import Segment, Steps, segments_after
+from kit.data.epochs import segments_after
 from kit.data.places import generator_of
+from kit.data.samples import EpochPlan
 from kit.data.tables.source import Query, checked, expected_schema, import_extra, plan_partitions, refuse_difference
 from kit.errors import ConfigError, PartitionError, Problem, QueryError
 from kit.machine.processes import give_memory_back
@@ -328,24 +330,16 @@ _CHANGES = {
 
 
 @dataclass(frozen=True, kw_only=True)
-class EventPlan:
-    """The entities of every epoch and their batches; equal on every rank."""
+class EventPlan(EpochPlan):
+    """The entities of every epoch, which are its samples, and their batches."""
 
     entities: tuple[int, ...]
     """Of each query chunk."""
     table: Mapping[str, str]
     """What is read: `name`, and what identifies its rows (see `_CHANGES`)."""
-    batch_size: int
-    """Entities per batch on each rank."""
-    world_size: int
-    seed: int
-    shuffle: bool
-    drop_last: bool
     validation_fraction: float = 0.0
     validates: bool = False
     """Whether the entities are those kept for validation, the last of each query chunk, instead of the others."""
-    earlier: tuple[Segment, ...] = ()
-    """How the steps of the epoch before were taken, where this plan is of the rest of one (see `resume`)."""
 
     def __post_init__(self) -> None:
         if not self.batches_per_epoch:
@@ -357,11 +351,12 @@ class EventPlan:
             way_out = (
                 "use a smaller batch, fewer ranks, or keep the last batch" if self.drop_last else "use fewer ranks"
             )
-            message = f"{name} has {self.total} entities, and a step needs at least {least}; {way_out}"
+            message = f"{name} has {self.samples} entities, and a step needs at least {least}; {way_out}"
             raise ConfigError([Problem("loader.batch_size", message)])
 
     @property
-    def total(self) -> int:
+    @override
+    def samples(self) -> int:
         return sum(map(len, self.parts))
 
     @cached_property
@@ -370,32 +365,6 @@ class EventPlan:
         cuts = [count - round(count * self.validation_fraction) for count in self.entities]
         pairs = zip(cuts, self.entities, strict=True)
         return tuple(range(cut, count) if self.validates else range(cut) for cut, count in pairs)
-
-    @property
-    def global_batch_size(self) -> int:
-        return self.batch_size * self.world_size
-
-    @cached_property
-    def steps(self) -> Steps:
-        """The steps of an epoch."""
-        return Steps(
-            samples=self.total, batch_size=self.batch_size, world_size=self.world_size, drop_last=self.drop_last,
-            earlier=self.earlier,
-        )  # fmt: skip
-
-    @property
-    def batches_per_epoch(self) -> int:
-        """Steps of an epoch, the same on every rank."""
-        return self.steps.count
-
-    @property
-    def notes(self) -> tuple[str, ...]:
-        """What of the rest of an epoch is not as it would have been without the stop."""
-        return self.steps.notes
-
-    def run(self, step: int, rank: int) -> range:
-        """The places of the epoch that `rank` takes at `step`."""
-        return self.steps.positions(step, rank)
 
     def chunk_order(self, epoch: int) -> Numbers:
         """The query chunks in the order they are read."""
@@ -415,7 +384,7 @@ class EventPlan:
             parts = [np.arange(0)]
             likely = self.steps.before + max(0, begin - self.steps.samples_before) // self.global_batch_size
             for step in range(max(first_step, min(last, likely)), last + 1):
-                run = self.run(step, rank)
+                run = self.steps.positions(step, rank)
                 if run.start >= end:
                     break
                 parts.append(np.arange(max(run.start, begin), min(run.stop, end)))
@@ -426,20 +395,16 @@ class EventPlan:
 
     # -- resuming
 
+    @override
     def identity(self) -> dict[str, Any]:
-        """What decides the entities and their order, in plain values, for `resume`."""
         return {
             "entities": [*map(len, self.parts)], "table": dict(self.table), "batch_size": self.batch_size,
             "world_size": self.world_size, "seed": self.seed, "shuffle": self.shuffle, "drop_last": self.drop_last,
             "earlier": [*map(asdict, self.earlier)],
         }  # fmt: skip
 
-    def resume(self, other: Mapping[str, Any], step: int) -> EventPlan:
-        """This plan for the rest of an epoch, of which another plan took the first `step` steps.
-
-        Raises:
-            ConfigError: when the other plan has other entities or another order, each reason named.
-        """
+    @override
+    def resume(self, other: Mapping[str, Any], step: int) -> Self:
         problems = [*self._differences(other)]
         if problems:
             raise ConfigError(problems)

@@ -20,7 +20,6 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
-import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import cached_property
@@ -30,6 +29,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from typing_extensions import override
 
+from kit.arguments import checks_arguments
 from kit.config import Config
 from kit.data.patches.loader import EpochPasses
 from kit.data.patches.module import ConfiguredData
@@ -53,6 +53,7 @@ from kit.data.tables.fit import fit_features
 from kit.data.tables.source import TableSource, import_extra
 from kit.data.tables.table import DatabaseTable
 from kit.errors import ConfigError, Problem, QueryError
+from kit.json_text import write_whole
 from kit.units import format_bytes, format_count
 
 if TYPE_CHECKING:
@@ -99,7 +100,7 @@ class EventLoader(EpochPasses[Any, EventPlan]):
         cursor, plan = 0, self.plan_of(first_step)
         try:
             for step in range(first_step, plan.batches_per_epoch):
-                needed, parts = len(plan.run(step, self.rank)), []
+                needed, parts = len(plan.steps.positions(step, self.rank)), []
                 while needed:
                     if chunk is None or cursor == len(chunk):
                         chunk = None
@@ -201,6 +202,7 @@ class EventData(ConfiguredData):
         ConfigError: for a source that is none, and settings that do not fit.
     """
 
+    @checks_arguments
     def __init__(
         self,
         source: TableSource | Mapping[str, Any] | str | Path,
@@ -337,7 +339,5 @@ class EventData(ConfiguredData):
         except (OSError, ValueError):
             features = fit_features(self.table, self.config, sketch_quality=self.sketch_quality, **self._to_fit)
         path.parent.mkdir(parents=True, exist_ok=True)
-        draft = path.with_name(f"{path.name}.{os.getpid()}.partial")
-        draft.write_text(features.to_json(), encoding="utf-8")
-        draft.replace(path)  # in one move: whoever reads it meanwhile finds all or nothing
+        write_whole(path, features.to_json())
         return features

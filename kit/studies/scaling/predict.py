@@ -31,15 +31,7 @@ from kit.registry import Drawable
 from kit.speed.links import Link, find_link, link_within
 from kit.studies.scaling.bill import Power, RunPrices, carbon_reasons, power_of, prices_of
 from kit.studies.scaling.measured import MeasuredScaling, measure
-from kit.studies.scaling.model import (
-    MOST_DEVICES,
-    Bound,
-    Cap,
-    Cluster,
-    Point,
-    Scaling,
-    Step,
-)
+from kit.studies.scaling.model import MOST_DEVICES, Bound, Cap, Cluster, Point, Scaling, Step
 from kit.tables import html_list, html_table, text_table
 from kit.trial.directory import contents_to_run
 from kit.units import format_bytes, format_count, format_seconds
