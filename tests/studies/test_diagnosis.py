@@ -116,6 +116,7 @@ FAULTS = {
     "optimizer larger than the work": evidence(shares=shares(optimizer=0.5), work=work(rows=10_000, rows_used=50)),
     "memory that grows": evidence(growth_bytes=2e6, hosts={0: host(grown={"Net.losses": [5, 30]})}),
     "page faults": evidence(
+        {"hardware.keep_freed_memory": False},
         hosts={0: host(page_faults_per_second=2e5, system_fraction=0.4)},
         measured_gains={"full precision": (1, 1), "batch too small": (1, 1), "page faults": (1.4, 1.5)},
     ),
