@@ -507,3 +507,23 @@ def keeping_its_locals():
 def test_variables_that_were_looked_at_live_no_longer():
     assert exchanged() is None
     assert keeping_its_locals()["own"]
+
+
+def debugged():
+    value = 1
+    value += 1
+    return value
+
+
+def test_variables_stay_under_a_debugger():
+    def look(frame, *_):
+        if frame.f_code is debugged.__code__:
+            variables_of(frame)
+        return look
+
+    before = sys.gettrace()
+    sys.settrace(look)
+    try:
+        assert debugged() == 2
+    finally:
+        sys.settrace(before)

@@ -340,15 +340,13 @@ def variables_of(frame: FrameType) -> dict[str, Any]:
 
     Before 3.13 Python keeps what it once told of them until the function ends, so an optimizer's tensors that are long
     exchanged would stay and the step would take more memory than without being looked at. They are let go, but where
-    the function itself holds what `locals()` gave it.
+    the function itself holds what `locals()` gave it, and under a debugger: what it has been told is written back.
     """
     told = frame.f_locals
     found = dict(told)
-    if (
-        frame.f_code.co_flags & inspect.CO_OPTIMIZED
-        and sys.version_info < (3, 13)
-        and sys.getrefcount(told) <= _UNSHARED
-    ):
+    kept = frame.f_code.co_flags & inspect.CO_OPTIMIZED and sys.version_info < (3, 13)
+    debugged = sys.gettrace() is not None or threading.gettrace() is not None
+    if kept and not debugged and sys.getrefcount(told) <= _UNSHARED:
         told.clear()
     return found
 
