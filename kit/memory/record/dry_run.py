@@ -338,6 +338,11 @@ def _recorded(
     if workspaces.of_sparse:
         names = ", ".join(workspaces.of_sparse)
         recording.facts["may_be_low"].append(f"operators on sparse tensors may hold more than is known: {names}")
+    if workspaces.of_solvers:
+        taken = ", ".join(f"{name} {format_bytes(size)}" for name, size in workspaces.of_solvers.items())
+        recording.facts["may_be_low"].append(
+            f"what cuSOLVER asks for is not known without a GPU and is left out; on a CPU LAPACK takes: {taken}"
+        )
     recording.facts["refused"] = refused
     recording.facts["notes"] = [*recording.facts["notes"], *fake_batches.notes]
     return recording

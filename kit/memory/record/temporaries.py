@@ -15,6 +15,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, in_kernel_invocation_manager
@@ -230,15 +231,14 @@ def _eigenvalues_alone(args: Sequence[Any], out: Tensor) -> int:
 def _of_powers(args: Sequence[Any], out: Tensor) -> int:
     """Squares of a matrix, and products of these. (`native/LinearAlgebra.cpp`.)"""
     power = abs(int(args[1]))
-    even = power - power % 2
+    even: int = power - power % 2
     squared = 0 if power <= 2 else 1 if even & (even - 1) == 0 else 2
-    return int(out.nbytes) * (squared + (args[1] < 0))
+    return int(out.nbytes) * (squared + int(args[1] < 0))
 
 
 def _difference(args: Sequence[Any], out: Tensor) -> int:
     """Of two tensors, of which a norm is taken. (`native/Distance.cpp`.)"""
-    numbers = math.prod(torch.broadcast_shapes(args[0].shape, args[1].shape))
-    return int(numbers * out.element_size())
+    return math.prod(np.broadcast_shapes(args[0].shape, args[1].shape)) * int(out.element_size())
 
 
 def _eigenvalues(args: Sequence[Any], out: Sequence[Tensor]) -> int:

@@ -513,6 +513,9 @@ class Workspaces:
         """Whether oneDNN ran convolutions in half precision."""
         self.of_sparse: dict[str, None] = {}
         """Operators on sparse tensors that may hold more than is known."""
+        self.of_solvers: dict[str, int] = {}
+        """Operators of linear algebra on a GPU, and the most that LAPACK takes for one: what cuSOLVER asks for depends
+        on card and version."""
 
     def __call__(self, operator: str, args: Sequence[Any], out: Any) -> int:
         if any(map(is_sparse, (*args, *(out if isinstance(out, tuple | list) else (out,))))):
@@ -526,9 +529,18 @@ class Workspaces:
         if self.capability is None and operator in _CONVOLUTIONS:
             self.half_convolutions |= args[0].element_size() < _FLOAT32 and not is_emulated(args[0].dtype)
         size = workspace_bytes(operator, args, out, self.capability)
+        if self.capability is not None and operator in _SOLVED:
+            self.of_solvers[operator] = max(
+                self.of_solvers.get(operator, 0), workspace_bytes(operator, args, out, None)
+            )
         return size + _evenly(args[0]) if operator == OF_NODES and self.capability is None else size
 
 
+_SOLVED = {
+    "_linalg_eigh", "_linalg_svd", "_linalg_solve_ex", "_linalg_slogdet", "_linalg_det", "_linalg_eigvals",
+    "linalg_cholesky_ex", "linalg_eig", "linalg_eigvals", "linalg_householder_product", "linalg_inv_ex", "linalg_lstsq",
+    "linalg_lu", "linalg_lu_factor_ex", "linalg_pinv.atol_rtol_tensor", "linalg_qr",
+}  # fmt: skip
 OF_NODES = "sum"
 """The operator whose workspace depends on what autograd computes with it."""
 _SPREAD_EVENLY = ("MaxBackward1", "MinBackward1", "MedianBackward0", "NanmedianBackward0")

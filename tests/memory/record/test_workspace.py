@@ -207,6 +207,17 @@ CONVOLUTIONS = [
 ]
 
 
+def test_what_cusolver_asks_for_is_told_by_what_lapack_takes():
+    values = torch.eye(64).expand(3, 64, 64)
+    out = aten._linalg_eigh(values, "L", True)
+    on_a_gpu, here = Workspaces(A100), Workspaces(None)
+    for workspaces in (on_a_gpu, here):
+        workspaces("_linalg_eigh", (values, "L", True), out)
+        workspaces("linalg_matrix_power", (values, 4), values)
+    assert on_a_gpu.of_solvers == {"_linalg_eigh": workspace_bytes("_linalg_eigh", (values, "L", True), out, None)}
+    assert not here.of_solvers
+
+
 def held(run):
     """Most bytes that `run` held at once, its results included."""
     run()
