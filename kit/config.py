@@ -524,8 +524,8 @@ def _problems(error: ValidationError, values: Mapping[str, Any]) -> list[Problem
     target = named if isinstance(named, str) else ""
     found: dict[str, Problem] = {}
     for detail in error.errors(include_url=False):
-        told = str(detail.get("ctx", {}).get("path", ""))  # within where pydantic found it
-        path = ".".join(filter(None, [*map(str, detail["loc"]), told]))
+        inside = str(detail.get("ctx", {}).get("path", ""))  # of where pydantic found it
+        path = ".".join(filter(None, [*map(str, detail["loc"]), inside]))
         info = next((info for info in Config.fields() if path == info.path or path.startswith(info.path + ".")), None)
         if info and info.kind in ("devices", "layout"):
             # pydantic reports every branch of a union; one sentence about the field says more
