@@ -227,7 +227,7 @@ class Config(Drawable, Section):
 
     def values(self) -> dict[str, Any]:
         """Nested plain values: what YAML and JSON hold."""
-        return typing.cast(dict[str, Any], _thaw(self.model_dump()))
+        return typing.cast(dict[str, Any], thaw(self.model_dump()))
 
     def to_yaml(self, comments: bool = True) -> str:
         """YAML 1.2 that reads back as an equal Config; comments say what each field means."""
@@ -279,7 +279,7 @@ class Config(Drawable, Section):
             target = values
             for part in parents:
                 target = target.setdefault(part, {})
-            target[last] = value.values() if isinstance(value, Config) else _thaw(value)
+            target[last] = value.values() if isinstance(value, Config) else thaw(value)
         return Config.make(values)
 
     def diff(self, other: Config) -> dict[str, tuple[Any, Any]]:
@@ -300,7 +300,7 @@ class Config(Drawable, Section):
         """The expression that makes this Config from `against` (by default, from nothing)."""
         changes = (against or Config()).diff(self)
         base = "config" if against is not None else "kit.Config()"
-        values = {path: _thaw(theirs) for path, (_, theirs) in changes.items()}
+        values = {path: thaw(theirs) for path, (_, theirs) in changes.items()}
         return f"{base}.replace({_literal(values)})" if changes else base
 
     @classmethod
@@ -319,7 +319,7 @@ class Config(Drawable, Section):
 
     def __repr__(self) -> str:
         changed = Config().diff(self)
-        lines = [f"  {path}: {_thaw(theirs)!r}" for path, (_, theirs) in changed.items()]
+        lines = [f"  {path}: {thaw(theirs)!r}" for path, (_, theirs) in changed.items()]
         head = f"Config {self.name} ({self.fingerprint}), {len(changed)} settings off their default"
         return "\n".join([head, *lines])
 
@@ -501,10 +501,11 @@ def _literal(value: Any) -> str:
     return "[" + ", ".join(map(_literal, value)) + "]" if isinstance(value, list) else repr(value)
 
 
-def _thaw(value: Any) -> Any:
+def thaw(value: Any) -> Any:
+    """The same as dicts and lists, as JSON has them."""
     if isinstance(value, Mapping):
-        return {key: _thaw(item) for key, item in value.items()}
-    return [_thaw(item) for item in value] if isinstance(value, list | tuple) else value
+        return {key: thaw(item) for key, item in value.items()}
+    return [thaw(item) for item in value] if isinstance(value, list | tuple) else value
 
 
 # -- errors
@@ -523,8 +524,8 @@ def _problems(error: ValidationError, values: Mapping[str, Any]) -> list[Problem
     target = named if isinstance(named, str) else ""
     found: dict[str, Problem] = {}
     for detail in error.errors(include_url=False):
-        told = str(detail.get("ctx", {}).get("path", ""))  # within where pydantic found it
-        path = ".".join(filter(None, [*map(str, detail["loc"]), told]))
+        inside = str(detail.get("ctx", {}).get("path", ""))  # of where pydantic found it
+        path = ".".join(filter(None, [*map(str, detail["loc"]), inside]))
         info = next((info for info in Config.fields() if path == info.path or path.startswith(info.path + ".")), None)
         if info and info.kind in ("devices", "layout"):
             # pydantic reports every branch of a union; one sentence about the field says more

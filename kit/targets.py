@@ -153,7 +153,8 @@ def _module_file(text: str, module: str) -> Path | None:
         return _python(loaded.__spec__)
     spec = _top_spec(parts[0])
     if spec is None:
-        hint = did_you_mean(parts[0], _top_names(), "install it, or give a file such as path/to/file.py:Name")
+        known = sorted({*_children([str(project_folder())]), *sys.modules, *sys.stdlib_module_names})
+        hint = did_you_mean(parts[0], known, "install it, or give a file such as path/to/file.py:Name")
         raise TargetError(f"{text}: there is no package {parts[0]!r}{hint}")
     for index in range(1, len(parts)):
         parent, child = ".".join(parts[:index]), parts[index]
@@ -176,10 +177,6 @@ def _top_spec(name: str) -> importlib.machinery.ModuleSpec | None:
     return found or importlib.machinery.PathFinder.find_spec(name, [str(project_folder())])
 
 
-def _top_names() -> list[str]:
-    return sorted({*_children([str(project_folder())]), *sys.modules, *sys.stdlib_module_names})
-
-
 def _children(folders: list[str]) -> set[str]:
     items = [item for folder in folders if Path(folder).is_dir() for item in Path(folder).iterdir()]
     return {item.stem for item in items if item.suffix == ".py" or (item / "__init__.py").is_file()}
@@ -194,7 +191,8 @@ def _names(file: Path, depth: int = 0) -> set[str] | None:
     tree = parsed(file, state.st_mtime_ns, state.st_size)
     names: set[str] = set()
     for node in top_level(tree.body):
-        found = _star(node, file, depth) if _is_star(node) else set(_bound(node))
+        is_star = isinstance(node, ast.ImportFrom) and any(alias.name == "*" for alias in node.names)
+        found = _star(node, file, depth) if is_star else set(_bound(node))
         if found is None:
             return None
         names |= found
@@ -234,10 +232,6 @@ def _bound(node: ast.stmt) -> Iterator[str]:
         for item in (part for target in targets if target is not None for part in ast.walk(target)):
             if isinstance(item, ast.Name):
                 yield item.id
-
-
-def _is_star(node: ast.stmt) -> bool:
-    return isinstance(node, ast.ImportFrom) and any(alias.name == "*" for alias in node.names)
 
 
 def _star(node: ast.stmt, file: Path, depth: int) -> set[str] | None:

@@ -282,10 +282,10 @@ def _refuse_unlike(parts: Sequence[Dataset], but: set[str], align: Align, *, siz
             continue
         mine, *each = _each(partial(_index, name), [first, *others])
         for part, theirs in zip(others, each, strict=True):
-            if told := difference(mine, theirs):
+            if found := difference(mine, theirs):
                 way_out = f"match {name} by its values, or {override}" if beside else override
                 raise _error(
-                    f"{name} of {redact(part.url)} differs from {redact(first.url)}: {told}; {way_out}", "align"
+                    f"{name} of {redact(part.url)} differs from {redact(first.url)}: {found}; {way_out}", "align"
                 )
 
 
@@ -379,12 +379,12 @@ def _moments(parts: Sequence[Dataset], name: str) -> dict[str, float | None]:
     """Mean and deviation of a variable over stores that kit built, whose manifests tell those of each."""
     found = [None if part.manifest is None else part.manifest.arrays.get(name) for part in parts]
     known = [(one.valid, one.mean, one.deviation) for one in found if one is not None]
-    told = [(n, mean, deviation) for n, mean, deviation in known if mean is not None and deviation is not None]
-    valid = sum(n for n, _, _ in told)
+    moments = [(n, mean, deviation) for n, mean, deviation in known if mean is not None and deviation is not None]
+    valid = sum(n for n, _, _ in moments)
     if len(known) < len(parts) or not valid or valid < sum(n for n, _, _ in known):
         return {"mean": None, "deviation": None}
-    mean = sum(n * one for n, one, _ in told) / valid
-    return {"mean": mean, "deviation": sqrt(sum(n * (d * d + (one - mean) ** 2) for n, one, d in told) / valid)}
+    mean = sum(n * one for n, one, _ in moments) / valid
+    return {"mean": mean, "deviation": sqrt(sum(n * (d * d + (one - mean) ** 2) for n, one, d in moments) / valid)}
 
 
 def _along(dimension: str, name: str, parts: Sequence[Dataset]) -> ArrayInfo:

@@ -8,7 +8,7 @@ for, it is recorded anew, and so is each batch size where two recordings differ 
 
 Blocks that are not in proportion to the batch (the workspace of a convolution on the CPU, a loss of all pairs) are
 recorded anew once. When a second size is asked for, five more recordings are made: near the smallest batch, at far
-larger ones, and one between. If the first ones foretell its peak to within `CHECKED_FRACTION`, any other size follows
+larger ones, and one between. If the first ones predict its peak to within `CHECKED_FRACTION`, any other size follows
 from them; else each is recorded, as before.
 
 largest_batch: how many samples fit, found on replays and confirmed by one real recording at the answer. The search
@@ -40,9 +40,9 @@ from kit.units import format_bytes
 _SMALLEST_SIZES = (2, 3)
 """Where the data's batch is 1, which broadcasts where others do not."""
 _FAR = 8
-"""Times the batch of the data that is recorded at least, where two neighbouring batches do not foretell all others."""
+"""Times the batch of the data that is recorded at least, where two neighbouring batches do not predict all others."""
 CHECKED_FRACTION = 0.01
-"""Of a peak that was recorded, how far one foretold there may be off for others to be foretold too."""
+"""Of a peak that was recorded, how far a predicted one may be off for others to be predicted too."""
 _LARGEST = 2**31 - 1
 Scaling = BatchScaling | Recording | str
 """How a recording follows the batch: in proportion, not at all (activations unknown), or why it is not known."""
@@ -102,7 +102,7 @@ class MemoryModel:
         self._near = near
         self._scalings: dict[str, Scaling] = {}
         self._asked_sizes: dict[str, set[int]] = {}
-        """Batch sizes that two recordings did not foretell, by query."""
+        """Batch sizes that two recordings did not predict, by query."""
         self._scaling(query)
 
     @property
@@ -218,7 +218,7 @@ class MemoryModel:
         return scaling
 
     def _nonlinear_scaling(self, query: MemoryQuery, reach: int) -> Scaling:
-        """From recordings up to a batch of `reach` or more, where these foretell one between; else why not."""
+        """From recordings up to a batch of `reach` or more, where these predict one between; else why not."""
         first, second = self._neighbours(query)
         if reason := difference(first, second):
             return reason
@@ -232,10 +232,10 @@ class MemoryModel:
             scaling = BatchScaling(first, second, *pairs, check)
         except ScalingError as error:
             return str(error)
-        foretold, found = (replay(one).peak_allocated_bytes for one in (scaling.at(between), check))
-        if abs(foretold - found) > CHECKED_FRACTION * found:
+        predicted, found = (replay(one).peak_allocated_bytes for one in (scaling.at(between), check))
+        if abs(predicted - found) > CHECKED_FRACTION * found:
             return (
-                f"recordings up to a batch of {far} foretell {format_bytes(foretold)} at {between}, where "
+                f"recordings up to a batch of {far} predict {format_bytes(predicted)} at {between}, where "
                 f"{format_bytes(found)} are needed; record each batch size"
             )
         return scaling

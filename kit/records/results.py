@@ -284,7 +284,8 @@ def as_markdown(rows: Sequence[Values]) -> str:
     """The rows as a Markdown table."""
     columns, cells = _table(rows)
     rule = ["---"] + ["---:"] * (len(columns) - 1)
-    lines = [_flat(columns), rule, *([_markdown_cell(cell) for cell in row] for row in cells)]
+    escaped = str.maketrans({"\\": "\\\\", "|": "\\|", "<": "&lt;", "\n": " "})
+    lines = [_flat(columns), rule, *([cell.translate(escaped) for cell in row] for row in cells)]
     return "".join(f"| {' | '.join(line)} |\n" for line in lines)
 
 
@@ -342,7 +343,10 @@ def differences(rows: Sequence[Values]) -> list[str]:
     by_kind: dict[Any, list[Mapping[str, Any]]] = {}
     for row in rows:
         by_kind.setdefault((row["name"], row["kind"]), []).append(_told_apart(row))
-    varying = {kind: [path for path in _paths(configs) if _varies(path, configs)] for kind, configs in by_kind.items()}
+    varying = {
+        kind: [path for path in _paths(configs) if len({repr(one.get(path)) for one in configs if one}) > 1]
+        for kind, configs in by_kind.items()
+    }
     return [_settings_words(_told_apart(row), varying[row["name"], row["kind"]]) for row in rows]
 
 
@@ -354,10 +358,6 @@ def _told_apart(row: Values) -> Mapping[str, Any]:
 
 def _paths(configs: Iterable[Mapping[str, Any]]) -> Iterable[str]:
     return (path for path in dict.fromkeys(path for config in configs for path in config) if path not in _SHOWN)
-
-
-def _varies(path: str, configs: Iterable[Mapping[str, Any]]) -> bool:
-    return len({repr(config.get(path)) for config in configs if config}) > 1
 
 
 def _settings_words(config: Mapping[str, Any], paths: Sequence[str]) -> str:
@@ -404,10 +404,6 @@ def _notes(shown: Sequence[Values], count: int, more_words: str) -> list[str]:
     if (more := count - MOST_ROWS) > 0:
         notes.append(f"{more:,} more: choose with where(...) or a slice, or write all with to_csv(path)")
     return [*notes, more_words] if more_words else notes
-
-
-def _markdown_cell(text: str) -> str:
-    return text.replace("\\", "\\\\").replace("|", "\\|").replace("<", "&lt;").replace("\n", " ")
 
 
 def _cell(name: str, form: Callable[[Any], str] = str) -> Callable[[Values], str]:

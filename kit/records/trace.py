@@ -4,7 +4,7 @@ Bytes, seconds, samples per second and fractions; nothing is drawn here and no f
 
 A `Trace` takes events one by one, so that a live chart pays only for what is new. A step counts towards throughput once
 every rank has reported it, and lasts as long as its slowest rank, by the clock on the wall: with validation,
-checkpoints and logging, whose shares are told, and which count after the last step too. The first `warmup_steps` steps
+checkpoints and logging, whose shares are shown, and which count after the last step too. The first `warmup_steps` steps
 are in every series and in no average. A series of more than `LARGEST_SERIES` points is binned: memory keeps the largest
 value of a bin, because a peak must not be averaged away; throughput keeps samples over seconds.
 
@@ -43,7 +43,7 @@ PHASES = (
     "other",
 )  # fmt: skip
 BESIDE_TRAINING = ("validation", "checkpoint", "logging")
-_LEAST_TOLD = 0.01
+_LEAST_SHOWN = 0.01
 PHASE_LABELS = {"wait": "data wait", **{phase: phase for phase in PHASES[1:]}}
 MEMORY_KINDS = ("host_rss_bytes", "device_allocated_bytes", "device_reserved_bytes")
 
@@ -117,16 +117,13 @@ class ThroughputInfo:
         """The panel in words, for a reader who does not see it."""
         if not self.measured_steps:
             return f"Throughput: nothing measured yet after {plural(self.warmup_steps, 'warm-up step')}."
+        shares = ((PHASE_LABELS[name], self.mean_shares[name]) for name in BESIDE_TRAINING)
+        beside_training = "".join(f", {share:.0%} on {label}" for label, share in shares if share >= _LEAST_SHOWN)
         return (
             f"Throughput over {plural(self.measured_steps, 'step')} after warm-up: "
             f"{format_count(self.mean_samples_per_second)} samples/s, "
-            f"{self.data_wait_fraction:.0%} of the time spent waiting for data{self._beside}."
+            f"{self.data_wait_fraction:.0%} of the time spent waiting for data{beside_training}."
         )
-
-    @property
-    def _beside(self) -> str:
-        told = {name: self.mean_shares[name] for name in BESIDE_TRAINING if self.mean_shares[name] >= _LEAST_TOLD}
-        return "".join(f", {share:.0%} on {PHASE_LABELS[name]}" for name, share in told.items())
 
 
 class Trace:

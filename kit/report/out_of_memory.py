@@ -115,7 +115,8 @@ def _held(trial: Trial, memory: DeviceMemory, timeout_seconds: float | None) -> 
             predicted=predicted_holdings(played, moment, play(played).held_bytes),
             clock=float(asked_bytes[moment] / max(1, asked_bytes[-1])),
         )  # fmt: skip
-        goal = RunTarget(device=_without_excess(target, found), devices=estimate.world_size)
+        target = replace(target, capacity_bytes=max(1, target.capacity_bytes - found.excess_bytes))  # not predicted
+        goal = RunTarget(device=target, devices=estimate.world_size)
         change = recommend(config, goal, module, data, timeout_seconds=timeout_seconds)
         return replace(found, advice=_advice(found, estimate, change))
     except Exception as error:  # the snapshot is shown, whatever became of module and data since
@@ -134,11 +135,6 @@ def _asked_of(trial: Trial) -> tuple[Config, DeviceTarget, int]:
     elif not hardware().gpus:
         device = int(config.hardware.device_memory_bytes or known.get("device_memory_bytes") or 0)
     return config, find_target_device(device, config, ranks), ranks
-
-
-def _without_excess(target: DeviceTarget, held: _Held) -> DeviceTarget:
-    """The device, smaller by what was not predicted."""
-    return replace(target, capacity_bytes=max(1, target.capacity_bytes - held.excess_bytes))
 
 
 def _advice(held: _Held, estimate: MemoryEstimate, found: Recommendation) -> str:

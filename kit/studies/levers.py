@@ -204,7 +204,7 @@ def verify_levers(
         shown = f"+ {name}" if cumulative else name
         try:
             changed = below.replace(change)
-            steps.append(_beside(_measured(shown, module, data, changed), steps[0], module, data, repeats, seconds))
+            steps.append(_compared(_measured(shown, module, data, changed), steps[0], module, data, repeats, seconds))
         except KitError as error:
             steps.append(_failed(shown, below, error))
             continue
@@ -249,7 +249,7 @@ def _measured(name: str, module: Any, data: Any, config: Config) -> LeverStep:
     )  # fmt: skip
 
 
-def _beside(
+def _compared(
     step: LeverStep, first: LeverStep, module: Any, data: Any, repeats: int, seconds: float
 ) -> LeverStep:  # fmt: skip
     """The step, with its speed beside the first config's."""

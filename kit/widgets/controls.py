@@ -17,7 +17,7 @@ from typing import Any
 import ipywidgets
 import traitlets
 
-from kit.config import Config, FieldInfo
+from kit.config import Config, FieldInfo, thaw
 from kit.errors import ConfigError, Problem
 from kit.units import parse_bytes
 from kit.widgets.parts import BESIDE_LABEL, LABEL_WIDTH, TIPPED, line, note_html, put, tip_class
@@ -94,7 +94,7 @@ def show(info: FieldInfo, value: Any) -> str:
         return value or ""
     if isinstance(value, Mapping):
         if info.kind == "arguments" and value:
-            return json.dumps(plain(value))
+            return json.dumps(thaw(value))
         return ", ".join(f"{name}: {size}" for name, size in value.items())
     if isinstance(value, list | tuple):
         listed = ", ".join(map(str, value))
@@ -180,13 +180,6 @@ def _show_bytes(count: int) -> str:
     sizes = ((parse_bytes(f"1 {unit}"), unit) for unit in _UNITS)
     exact = [(count // size, unit) for size, unit in sizes if count and count % size == 0]
     return "{} {}".format(*min(exact)) if exact else str(count)
-
-
-def plain(value: Any) -> Any:
-    """The same as dicts and lists, as JSON has them."""
-    if isinstance(value, Mapping):
-        return {key: plain(item) for key, item in value.items()}
-    return [plain(item) for item in value] if isinstance(value, list | tuple) else value
 
 
 class NumberField(ipywidgets.FloatText):  # type: ignore[misc]

@@ -18,9 +18,9 @@ from typing import Any
 
 import ipywidgets
 
-from kit.config import Config, FieldInfo
+from kit.config import Config, FieldInfo, thaw
 from kit.errors import ConfigError, Problem
-from kit.widgets.controls import kind_of, label, make_control, plain, read_control, show, write_control
+from kit.widgets.controls import kind_of, label, make_control, read_control, show, write_control
 from kit.widgets.parts import (
     ERROR,
     TIPPED,
@@ -94,7 +94,11 @@ class ConfigForm:
         self._mutex = threading.RLock()
         self._writing = False
         self.search.observe(lambda _: self._find(), "value")
-        self.ui = self._draw_folded(shown) if folded else self._draw(shown)
+        if folded:
+            self.ui = self._draw_folded(shown)
+        else:
+            groups = (_group(title, map(self.row, _paths(title, names))) for title, names in shown.items())
+            self.ui = self._box([_columns(groups)])
 
     def _make(self, path: str) -> Any:
         """The control of one field, holding what the config has, in its row."""
@@ -142,7 +146,7 @@ class ConfigForm:
         self._writing = True
         try:
             for path, value in values.items():
-                if path not in self.controls and plain(value) == plain(self._config.get(path)):
+                if path not in self.controls and thaw(value) == thaw(self._config.get(path)):
                     continue
                 write_control(self._fields[path], self.controls[path], value)
         finally:
@@ -199,7 +203,7 @@ class ConfigForm:
             except ConfigError as error:
                 problems += error.problems
                 continue
-            if plain(value) != plain(self._config.get(path)):
+            if thaw(value) != thaw(self._config.get(path)):
                 edits[path] = value
         return edits, problems
 
@@ -284,11 +288,6 @@ class ConfigForm:
         """The control of one field with its note, to be placed elsewhere than in the form."""
         self.controls[path]  # made with its row
         return self._rows[path]
-
-    def _draw(self, shown: Mapping[str, Sequence[str]]) -> Any:
-        return self._box(
-            [_columns(_group(title, map(self.row, _paths(title, names))) for title, names in shown.items())]
-        )
 
     def _draw_folded(self, shown: Mapping[str, Sequence[str]]) -> Any:
         """Every section as a group; those of `shown` first and open."""

@@ -124,7 +124,7 @@ def test_nothing_to_divide_is_refused(wrong):
 def test_the_advice_never_oversubscribes(cores, ranks, gib, heavy):
     found = advise(cores, ranks, gib=gib, heavy_transform=heavy)
     assert ranks * max(1, found.loader_workers) * found.decode_threads <= max(cores, ranks)
-    assert ranks * found.dask.total <= max(cores, ranks)
-    assert found.build.total <= cores
+    assert ranks * found.dask.total_threads <= max(cores, ranks)
+    assert found.build.total_threads <= cores
     assert found.build.workers * found.build.memory_bytes <= gib * GIB
     assert found.loader_workers == 0 or heavy

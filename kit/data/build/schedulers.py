@@ -250,7 +250,7 @@ class Dask:
     """Limit of each worker."""
 
     @property
-    def total(self) -> int:
+    def total_threads(self) -> int:
         return self.workers * self.threads
 
     def __str__(self) -> str:
@@ -393,7 +393,7 @@ def _reasons(found: Schedule, reserved: int, spare: int) -> Iterator[str]:
         yield f"{workers} loader processes a rank, one a core, each decoding in one thread"
     if dask.mode == "distributed":
         yield (
-            f"Dask in a rank: one worker of {dask.threads} threads, {ranks * dask.total} threads in all; or one "
+            f"Dask in a rank: one worker of {dask.threads} threads, {ranks * dask.total_threads} in all; or one "
             f"cluster of {max(1, cores - ranks)} threads that all ranks share"
         )
     else:

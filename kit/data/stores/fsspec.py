@@ -11,7 +11,6 @@ resolved, and again for each connection that libcurl or aiohttp opens.
 
 from __future__ import annotations
 
-import asyncio
 import builtins
 import contextlib
 import functools
@@ -21,7 +20,7 @@ import re
 import socket
 import unicodedata
 import weakref
-from collections.abc import AsyncIterator, Callable, Iterable
+from collections.abc import AsyncIterator, Callable
 from typing import Any
 from urllib.parse import unquote, urlsplit
 
@@ -49,11 +48,6 @@ class RemoteStore(FsspecStore):
     async def get(self, key: str, prototype: BufferPrototype, byte_range: ByteRequest | None = None) -> Buffer | None:
         get = super().get
         return await self.retries.run_async(lambda: get(key, prototype, byte_range))
-
-    async def get_partial_values(
-        self, prototype: BufferPrototype, key_ranges: Iterable[tuple[str, ByteRequest | None]]
-    ) -> builtins.list[Buffer | None]:
-        return await asyncio.gather(*(self.get(key, prototype, byte_range) for key, byte_range in key_ranges))
 
     async def set(self, key: str, value: Buffer, byte_range: tuple[int, int] | None = None) -> None:
         put = super().set

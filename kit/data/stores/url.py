@@ -300,7 +300,8 @@ def _check_reachable(url: str, options: Mapping[str, Any]) -> None:
         return
     if isinstance(error, OSError) and not isinstance(error, StoreError):
         reason = error.strerror or str(error)
-        ended = "; what listened there has ended, such as a simulated cloud" if _is_here(host) else ""
+        is_here = host in ("localhost", "::1") or host.startswith("127.")
+        ended = "; what listened there has ended, such as a simulated cloud" * is_here
         raise UnreachableStoreError(
             f"{redact(url)}: no connection to {host}:{port} ({reason}){ended}; check the network. Without one there "
             "are copies in a folder (data.url), what kit.data.prefetch has put into cache.folder, and simulated clouds "
@@ -308,10 +309,6 @@ def _check_reachable(url: str, options: Mapping[str, Any]) -> None:
         )
     if error is not None:
         raise error
-
-
-def _is_here(host: str) -> bool:
-    return host in ("localhost", "::1") or host.startswith("127.")
 
 
 # -- single objects

@@ -62,13 +62,7 @@ _MORE = ("size", "ino", "inode", "uid")
 """What tells one object from another beside its time."""
 
 
-def open_client(
-    store: Store,
-    url: str,
-    seconds: float,
-    counters: Counters,
-    in_flight: int,
-) -> Client:
+def open_client(store: Store, url: str, seconds: float, counters: Counters, in_flight: int) -> Client:
     """What reads a store.
 
     Args:

@@ -23,7 +23,7 @@ refusal.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from itertools import product
 from typing import Any
@@ -239,20 +239,18 @@ class TriedStep:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
-class Recommendation:
-    """What to change and why; print it, show it, or take its `config`."""
+class Recommended:
+    """A setting that was chosen among others; print it, show it, or take its `config`."""
 
     given: Config
     target: RunTarget
-    tried: tuple[TriedStep, ...]
-    """In order; the last is the chosen one where there is one."""
-    chosen: TriedStep | None
+    chosen: Any
+    """None where nothing fits."""
     changes: tuple[Change, ...]
     """What to set, each with its reason."""
     reasons: tuple[str, ...]
     refusal: str = ""
     """Why there is none, and by how much."""
-    big_run: BigRun | None = field(default=None, compare=False)
 
     @property
     def fits(self) -> bool:
@@ -267,7 +265,40 @@ class Recommendation:
         """
         if self.chosen is None:
             raise PlanError(self.refusal)
-        return self.given.replace({path: value for change in self.changes for path, value in change.values.items()})
+        return self.given.replace(self._settings)
+
+    @property
+    def _settings(self) -> dict[str, Any]:
+        return {path: value for change in self.changes for path, value in change.values.items()}
+
+    @property
+    def _headline(self) -> str:
+        raise NotImplementedError
+
+    def _table(self) -> tuple[Sequence[str], list[list[str]], int | None]:
+        """Columns, rows, and the place of the chosen one."""
+        raise NotImplementedError
+
+    @property
+    def _sentences(self) -> list[str]:
+        return [*(str(change) for change in self.changes), *self.reasons]
+
+    def __repr__(self) -> str:
+        return "\n".join([self._headline, text_table(*self._table()), *(f"- {text}" for text in self._sentences)])
+
+    def _repr_html_(self) -> str:
+        columns, rows, marked = self._table()
+        return html_table(columns, rows, caption=self._headline, marked=marked) + html_list(self._sentences)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
+class Recommendation(Recommended):
+    """What to change and why; print it, show it, or take its `config`."""
+
+    tried: tuple[TriedStep, ...]
+    """In order; the last is the chosen one where there is one."""
+    chosen: TriedStep | None
+    big_run: BigRun | None = field(default=None, compare=False)
 
     @property
     def _headline(self) -> str:
@@ -281,22 +312,6 @@ class Recommendation:
         condition = f", {found.verdict_in_words.removeprefix('fits ')}" if found and found.conditions else ""
         return f"{what}: fits {f'{count} × ' if count > 1 else ''}{shown}{condition}{time}"
 
-    @property
-    def _rows(self) -> list[list[str]]:
-        return [one.cells for one in self.tried]
-
-    @property
-    def _marked(self) -> int | None:
-        return self.tried.index(self.chosen) if self.chosen is not None else None
-
-    @property
-    def _sentences(self) -> list[str]:
-        return [*(str(change) for change in self.changes), *self.reasons]
-
-    def __repr__(self) -> str:
-        table = text_table(_COLUMNS, self._rows, self._marked)
-        return "\n".join([self._headline, table, *(f"- {text}" for text in self._sentences)])
-
-    def _repr_html_(self) -> str:
-        table = html_table(_COLUMNS, self._rows, caption=self._headline, marked=self._marked)
-        return table + html_list(self._sentences)
+    def _table(self) -> tuple[Sequence[str], list[list[str]], int | None]:
+        marked = None if self.chosen is None else self.tried.index(self.chosen)
+        return _COLUMNS, [one.cells for one in self.tried], marked

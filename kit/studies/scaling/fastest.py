@@ -45,9 +45,8 @@ from kit.speed.measure import table_here
 from kit.speed.operators import step_of
 from kit.speed.prediction import SpeedEstimate, speed_of
 from kit.speed.pricing import Costs
-from kit.studies.scaling.escalation import Change, RunTarget
+from kit.studies.scaling.escalation import Change, Recommended, RunTarget
 from kit.studies.scaling.model import counts_up_to
-from kit.tables import html_list, html_table, text_table
 from kit.trial.payload import optimizes_manually
 from kit.trial.trial import Trial
 from kit.units import format_bytes, format_seconds
@@ -79,36 +78,16 @@ class SpeedPoint:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
-class SpeedPlan(Drawable):
+class SpeedPlan(Recommended, Drawable):
     """The fastest setting that fits, beside all that were looked at; print it, draw it, or take its `config`."""
 
-    given: Config
-    target: RunTarget
     budget_bytes: int
     points: tuple[SpeedPoint, ...]
     """All that were looked at, by rising step time."""
     chosen: SpeedPoint | None
     """As dry-run; None where nothing fits."""
-    changes: tuple[Change, ...]
-    reasons: tuple[str, ...]
-    refusal: str = ""
     trial: Trial | None = field(default=None, compare=False)
     """Of the chosen setting, where its device is here."""
-
-    @property
-    def fits(self) -> bool:
-        return self.chosen is not None
-
-    @property
-    def config(self) -> Config:
-        """The changed config.
-
-        Raises:
-            PlanError: when nothing fits, saying by how much.
-        """
-        if self.chosen is None:
-            raise PlanError(self.refusal)
-        return self.given.replace(dict(self.chosen.changes))
 
     @property
     def front(self) -> tuple[SpeedPoint, ...]:
@@ -136,28 +115,16 @@ class SpeedPlan(Drawable):
         return sorted([*chosen, *others], key=lambda point: point.step_seconds)
 
     @property
-    def _rows(self) -> list[list[str]]:
-        return [
+    def _settings(self) -> dict[str, Any]:
+        return {} if self.chosen is None else dict(self.chosen.changes)
+
+    def _table(self) -> tuple[Sequence[str], list[list[str]], int | None]:
+        rows = [
             [point.name, format_bytes(point.needs_bytes), f"{point.needs_bytes / self.budget_bytes:.0%}",
              format_seconds(point.step_seconds), f"{point.samples_per_second:.3g}"]
             for point in self._shown
         ]  # fmt: skip
-
-    @property
-    def _marked(self) -> int | None:
-        return self._shown.index(self.chosen) if self.chosen is not None else None
-
-    @property
-    def _sentences(self) -> list[str]:
-        return [*(str(change) for change in self.changes), *self.reasons]
-
-    def __repr__(self) -> str:
-        table = text_table(_COLUMNS, self._rows, self._marked)
-        return "\n".join([self._headline, table, *(f"- {text}" for text in self._sentences)])
-
-    def _repr_html_(self) -> str:
-        table = html_table(_COLUMNS, self._rows, caption=self._headline, marked=self._marked)
-        return table + html_list(self._sentences)
+        return _COLUMNS, rows, None if self.chosen is None else self._shown.index(self.chosen)
 
 
 @dataclass(frozen=True, slots=True)
