@@ -43,7 +43,7 @@ MAY_IMPORT = {
     "matplotlib": {"charts", "report", "widgets"},
     "duckdb": {"data"},
     "psycopg": {"data"},
-    "pyarrow": {"data"},
+    "pyarrow": {"data", "studies"},
 }
 MOST_PUBLIC_NAMES, LINES_OF_A_SCREEN = 73, 45
 PUBLIC = house.public()

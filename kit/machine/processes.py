@@ -306,13 +306,22 @@ def garbage_collection_paused() -> Iterator[None]:
 
 def disk_read_bytes() -> int:
     """What this process has had read from disks so far, read-ahead too; 0 where the system does not tell."""
+    return _read("read_bytes")
+
+
+def file_read_bytes() -> int:
+    """What this process has read so far, from memory or disks, mapped files aside; 0 where the system does not tell."""
+    return _read("rchar")
+
+
+def _read(name: str) -> int:
     if not LINUX:
         return 0
     try:
         lines = Path(f"/proc/{os.getpid()}/io").read_text().splitlines()
     except OSError:
         return 0
-    return next((int(line.split()[1]) for line in lines if line.startswith("read_bytes")), 0)
+    return next((int(line.split()[1]) for line in lines if line.startswith(name)), 0)
 
 
 def main() -> None:

@@ -604,6 +604,24 @@ def test_page_faults_are_a_finding_where_keeping_memory_was_measured_to_help():
     assert "page faults" not in worth_measuring(forked)
 
 
+ROW, PICTURES = "one row of a large chunk", "images decoded at full size"
+
+
+def test_whatever_decodes_or_reads_whole_files_is_named():
+    read = {"pixels": 2_000_000}
+    waiting = {"wait": 0.9, "forward": 0.1}
+    of_all, of_package = (replace(reading(imagecodecs=one), shares=waiting) for one in ({**read, "within": 1.0}, read))
+    effect = next(rule.effect for rule in RULES if rule.name == PICTURES)
+    assert PICTURES in names(of_all)
+    assert effect(of_all)[0] > effect(of_package)[0], "what else the function does shrinks, too"
+    worker = {"lines": [line(part="worker", package="pyarrow", fraction=0.9)], "seconds": 1.0}
+    whole, small = (
+        replace(of_all, hosts={0: host(workers=[{**worker, "file_read_bytes": size}], sample_bytes=256)})
+        for size in (1 << 30, 1 << 10)
+    )
+    assert [ROW in names(one) for one in (whole, small, replace(whole, own_loader=True))] == [True, False, False]
+
+
 LOGGED = "drawing or logging in the step"
 
 

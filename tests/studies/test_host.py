@@ -13,12 +13,14 @@ from types import SimpleNamespace
 
 import lightning.pytorch as pl
 import numpy as np
+import pyarrow
 import pytest
 import torch
 from diagnosis_parts import line
 from lightning.pytorch import Callback
 from PIL import Image
 from pipeline_events import steps
+from pyarrow import parquet
 from torch.utils.data import DataLoader, Dataset, Subset, TensorDataset
 from torch.utils.data._utils import worker as torch_worker
 
@@ -34,6 +36,7 @@ from kit.studies.diagnosis.sampler import (
     copied_bytes,
     read_of,
     shared_bytes,
+    summary,
     variables_of,
 )
 from kit.testing import TinyModule
@@ -381,6 +384,60 @@ def test_the_size_of_a_picture_that_opencv_decodes_is_seen(tmp_path):
     read(sampler)
     sampler.stop()
     assert sampler.reads["cv2"] == {"pixels": 900 * 1200, "file": path}
+
+
+def test_the_size_of_a_picture_is_seen_whatever_decodes_it(tmp_path):
+    imagecodecs = pytest.importorskip("imagecodecs")
+    path = str(tmp_path / "photo.png")
+    Image.effect_noise((1200, 900), 60).convert("RGB").save(path)
+
+    def scan(path):
+        return imagecodecs.imread(path)
+
+    def small(sampler):
+        while sampler.samples < 60 and "imagecodecs" not in sampler.reads:
+            image = torch.from_numpy(scan(path)).permute(2, 0, 1)
+            torch.nn.functional.adaptive_avg_pool2d(image.float() / 255, 64)
+
+    sampler = Sampler()
+    sampler.start()
+    small(sampler)
+    sampler.stop()
+    read = summary(sampler, {})["reads"]["imagecodecs"]
+    assert read["pixels"] == 900 * 1200
+    assert 0.5 < read["within"] <= 1.5
+
+
+def test_tables_and_batches_are_no_pictures():
+    colours, grey = np.zeros((40, 50, 3), np.float32), np.zeros((40, 50), np.uint8)
+    assert [room._picture_pixels(one) for one in (colours, grey, torch.zeros(1, 40, 50))] == [2000] * 3
+    others = (np.zeros((400, 500)), np.zeros((16, 16, 16)), torch.zeros(8, 3, 64, 64), [1, 2])
+    assert [room._picture_pixels(one) for one in others] == [0] * 4
+
+
+class Grouped(Dataset):
+    """A row of a Parquet file, whose row group is read whole."""
+
+    def __init__(self, path):
+        self.path = path
+
+    def __len__(self):
+        return 4096
+
+    def __getitem__(self, index):
+        group = parquet.ParquetFile(self.path).read_row_group(index // 2048)
+        return torch.tensor(group["x"][index % 2048].as_py()[:8]), torch.zeros(1)
+
+
+def test_what_is_read_from_files_for_a_sample_is_held_against_it(config, tmp_path):
+    values = np.random.default_rng(0).normal(size=(4096, 64)).astype("float32")
+    column = pyarrow.FixedSizeListArray.from_arrays(values.ravel(), 64)
+    parquet.write_table(pyarrow.table({"x": column}), tmp_path / "x.parquet", row_group_size=2048)
+    rows = DataLoader(Grouped(tmp_path / "x.parquet"), batch_size=4, shuffle=True)
+    trial = kit.fit(config(max_steps=30, warmup_steps=5), TinyModule, rows).wait()
+    finding = kit.studies.diagnose(trial, peaks=False, short_trials=False)["one row of a large chunk"]
+    assert "pyarrow" in finding.sentence
+    assert finding.value > 2048
 
 
 class Photographed(Dataset):

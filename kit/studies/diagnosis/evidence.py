@@ -23,6 +23,7 @@ from kit.machine.machine import hardware
 from kit.machine.processes import machine
 from kit.records.trace import BESIDE_TRAINING, merged
 from kit.speed.peaks import Peaks
+from kit.studies.diagnosis.sampler import MAKING
 from kit.studies.diagnosis.unit_costs import LOOP, PAGE, VALUE, Decoded, decoded, unit_costs
 from kit.studies.profiling.profile import Profile
 from kit.studies.profiling.trace import TraceInfo
@@ -352,14 +353,16 @@ def _acts(hosts: Mapping[int, Mapping[str, Any]], work: CountedWork | None) -> l
     values = [VALUE, LOOP] if work is not None and work.own_syncs else []
     reads = [one.get("reads", {}) for one in watched]
     packages = {read.get("through", package) for found in reads for package, read in found.items()}
+    packages |= {line["package"] for one in watched for line in one.get("lines", ()) if line["part"] in MAKING}
     return [PAGE, *values, *sorted(packages)]
 
 
 def _row_bytes(hosts: Mapping[int, Mapping[str, Any]]) -> int:
-    """What the trial asks a chunked file for at a time, at most."""
+    """What the trial asks a chunked file for at a time, at most; where that is not known, what a sample has."""
     watched = (one for host in hosts.values() for one in (host, *host.get("workers", ())))
     reads = (read for one in watched for read in one.get("reads", {}).values())
-    return max((int(read.get("wanted_bytes", 0)) for read in reads), default=0)
+    wanted = max((int(read.get("wanted_bytes", 0)) for read in reads), default=0)
+    return wanted or max((int(host.get("sample_bytes", 0)) for host in hosts.values()), default=0)
 
 
 def _decoded(hosts: Mapping[int, Mapping[str, Any]]) -> dict[str, Decoded]:

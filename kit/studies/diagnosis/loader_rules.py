@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 from kit.studies.diagnosis.evidence import Evidence
 from kit.studies.diagnosis.rule import MANY_STEPS, MOST_REMOVED, SLIVER, WAITS, Range, Rule, without, without_part
-from kit.studies.diagnosis.sampler import DECODERS
+from kit.studies.diagnosis.sampler import COMPUTING, MAKING
 from kit.units import format_bytes, format_count, format_seconds
 
 _DECODED_AGAIN = (4.0, 12.0)
@@ -62,22 +62,48 @@ def _cured_seconds(found: Evidence, share: float, is_worker: bool, gone: float) 
     return alone + slowed * (reading / wait if wait > 0 else 0.0) + reading + beside
 
 
+def _making(found: Evidence) -> tuple[Mapping[str, Any], ...]:
+    """Who makes batches: loader processes, or the rank itself."""
+    return tuple(found.host.get("workers", ())) or (found.host,)
+
+
+def _row_read(found: Evidence) -> tuple[str, Mapping[str, Any], float, bool] | None:
+    """As `_one_read`: a chunk that a reader told of, or what a package has read from files for a sample."""
+    if (read := _one_read(found, *_CHUNKED)) is not None or found.own_loader or not found.batch_samples > 0:
+        return read
+    makers, shares = _making(found), dict[str, float]()
+    for line in makers[0].get("lines", ()):
+        if line["part"] in MAKING and line["package"] not in COMPUTING:
+            shares[line["package"]] = shares.get(line["package"], 0.0) + line["fraction"]
+    package = max(shares, key=shares.__getitem__, default="")
+    rate = math.fsum(one.get("file_read_bytes", 0) / one.get("seconds", 1.0) for one in makers)
+    covered = {"covered_bytes": rate * found.step_seconds / found.batch_samples}
+    return (package, covered, shares[package], bool(_workers(found))) if package and rate > 0 else None
+
+
 def _one_row(found: Evidence) -> float | None:
     if not found.host or found.wait_fraction is None:
         return None
-    read = _one_read(found, *_CHUNKED)
+    read = _row_read(found)
     if read is None or found.wait_fraction < SLIVER or read[2] < SLIVER:
         return 1.0
     return float(read[1].get("covered_bytes", 1) / max(1, _wanted_bytes(found, read[1])))
 
 
 def _wanted_bytes(found: Evidence, read: Mapping[str, Any]) -> int:
-    """What was asked for at a time; of a member of an archive, which is read whole, what a sample has at most."""
+    """What was asked for at a time; where that is not told, what a sample has at most."""
     return int(read.get("wanted_bytes", found.host.get("sample_bytes", 0)))
 
 
 def _one_row_sentence(found: Evidence, _: float) -> str:
-    package, read, share, __ = _one_read(found, *_CHUNKED) or ("", {}, 0.0, False)
+    package, read, share, __ = _row_read(found) or ("", {}, 0.0, False)
+    if "chunk" not in read:
+        lines = _making(found)[0]["lines"]
+        place = next((line["place"] for line in lines if line["package"] == package and line["place"]), "")
+        return (
+            f"For a sample of {format_bytes(_wanted_bytes(found, read))}, {format_bytes(read['covered_bytes'])} are "
+            f"read from files{f' at {place}' if place else ''}, in {package}: {share:.0%} of the time of who reads."
+        )
     chunk = f" chunks of {'×'.join(map(str, read['chunk']))}" if read["chunk"] else " archives' arrays"
     return (
         f"{format_bytes(_wanted_bytes(found, read))} are read at a time out of {_CHUNKED[package]}{chunk}, which are "
@@ -90,7 +116,7 @@ def _one_row_effect(found: Evidence) -> Range | None:
 
     What goes and what remains is that of the lines that read, with all that their libraries do about it.
     """
-    read = _one_read(found, *_CHUNKED)
+    read = _row_read(found)
     if read is None:
         return None
     package, sizes, of_package, is_worker = read
@@ -99,29 +125,43 @@ def _one_row_effect(found: Evidence) -> Range | None:
     making = found.step_seconds * (max(1, _workers(found)) if is_worker else 1)
     calls = samples * found.unit_costs.get(sizes.get("through", package), 0.0) / making / share
     gone = 1 - _wanted_bytes(found, sizes) / sizes["covered_bytes"]
-    low, high = max(0.0, gone - 2 * calls), max(0.0, gone - calls)
+    if calls or "chunk" in sizes:
+        low, high = max(0.0, gone - (2 if "chunk" in sizes else 1) * calls), max(0.0, gone - calls)
+    else:  # nobody knows what a call of that package takes
+        low, high = _LEAST_GONE * gone, gone
     return _gone_from_reading(found, share, is_worker, 0.9 * low if is_worker else low, high)
+
+
+_LEAST_GONE = 0.8
 
 
 def _at_its_lines(found: Evidence, package: str, is_worker: bool) -> float:
     """The share of the user's lines at which a package reads."""
     hosts = found.host.get("workers", ()) if is_worker else [found.host]
-    host = next((one for one in hosts if package in one.get("reads", {})), {})
+    host = next((one for one in hosts if package in one.get("reads", {})), hosts[0] if hosts else {})
     places = {line["place"] for line in host.get("lines", ()) if line["package"] == package and line["place"]}
     return math.fsum(line["fraction"] for line in host.get("lines", ()) if line["place"] in places)
+
+
+def _picture(found: Evidence) -> tuple[str, Mapping[str, Any], float, bool] | None:
+    """As `_one_read`, of the package that decodes most."""
+    packages = {name for one in (found.host, *_making(found)) for name, read in one.get("reads", {}).items()
+                if "pixels" in read}  # fmt: skip
+    reads = (read for name in sorted(packages) if (read := _one_read(found, name)) is not None)
+    return max(reads, key=lambda read: read[2], default=None)
 
 
 def _full_size(found: Evidence) -> float | None:
     if not found.host or found.wait_fraction is None:
         return None
-    read, pixels = _one_read(found, *DECODERS), found.host.get("pixels", 0)
+    read, pixels = _picture(found), found.host.get("pixels", 0)
     if read is None or not pixels or found.wait_fraction < SLIVER or read[2] < 3 * SLIVER:
         return 1.0
     return float(read[1]["pixels"] / pixels)
 
 
 def _full_size_sentence(found: Evidence, value: float) -> str:
-    read = _one_read(found, *DECODERS)
+    read = _picture(found)
     host = found.host if read is None or not read[3] else found.host["workers"][0]
     place = next((line["place"] for line in host["lines"] if read is not None and line["package"] == read[0]), "")
     return (
@@ -134,15 +174,22 @@ def _full_size_effect(found: Evidence) -> Range | None:
     """What is left of decoding as it was timed, and of what is done to pictures afterwards by their pixels.
 
     At least all that was seen shrinks as decoding does; at most, what it takes beyond decoding shrinks with the pixels.
+    So does most of what else the function does that has the picture at hand.
     """
-    read = _one_read(found, *DECODERS)
+    read = _picture(found)
     if read is None:
         return None
-    package, __, share, is_worker = read
-    timed = found.decoded.get(package)
+    package, sizes, share, is_worker = read
+    timed, kept = found.decoded.get(package), found.host["pixels"] / sizes["pixels"]
+    within = max(share, sizes.get("within", 0.0))
+    low, high = (1 - 1 / factor for factor in _DECODED_AGAIN)
     if timed is None:
-        low, high = (1 - 1 / factor for factor in _DECODED_AGAIN)
-        return _gone_from_reading(found, share, is_worker, low, high)
+        most = max(high, 1 - kept) if "file" not in sizes else high  # a format that cannot be decoded smaller
+        low, high = (
+            low * share + _LEAST_GONE * (1 - kept) * (within - share),
+            most * share + (1 - kept) * (within - share),
+        )
+        return _gone_from_reading(found, within, is_worker, low / within, high / within)
     left = min(1.0, timed.reduced_seconds / timed.whole_seconds)
     making = found.step_seconds * (max(1, _workers(found)) if is_worker else 1)
     decoding = min(1.0, timed.whole_seconds * found.batch_samples / (share * making))
@@ -354,18 +401,19 @@ LOADER_RULES: tuple[Rule, ...] = (
     Rule(
         name="images decoded at full size", looks_at="pixels decoded over pixels that the model gets, where decoding "
         "holds the training up", unit="ratio", threshold=4.0, source="kit: a JPEG decodes at a half, a quarter or an "
-        "eighth of its size for less", needs="watched processes that read with Pillow, OpenCV or torchvision",
+        "eighth of its size for less", needs="watched processes that make pictures",
         measure=_full_size,
         sentence=_full_size_sentence, part="wait",
         setting=lambda _: "your dataset: a reduced decode (Pillow's image.draft('RGB', size) before it is loaded, "
         "OpenCV's IMREAD_REDUCED_COLOR_8), or smaller files",
-        effect=_full_size_effect, explains=(*WAITS, "no prefetch", "Python in the data", "all cores busy"),
+        effect=_full_size_effect,
+        explains=(*WAITS, "no prefetch", "Python in the data", "all cores busy", "one row of a large chunk"),
     ),
     Rule(
         name="one row of a large chunk", looks_at="bytes decompressed over bytes asked for, where reading holds the "
-        "training up", unit="ratio", threshold=8.0, source="kit: a chunk is decompressed whole",
-        needs="watched processes that read with h5py, zarr or NumPy's npz files", measure=_one_row,
-        sentence=_one_row_sentence,
+        "training up; of readers that do not tell, bytes read from files over those of a sample", unit="ratio",
+        threshold=8.0, source="kit: a chunk is decompressed whole", needs="watched processes that read",
+        measure=_one_row, sentence=_one_row_sentence,
         setting=lambda _: "the file: chunks of about what is read at once (an npz has none: Zarr, HDF5 or .npy with "
         "mmap_mode do); or read the rows of a chunk together",
         effect=_one_row_effect, part="wait",

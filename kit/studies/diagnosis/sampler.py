@@ -13,9 +13,9 @@ it; so Python that runs for less may count for the line after it. No thread look
 
 A package is one that rules ask for (readers, decoders, loggers) wherever it stands, else what the user's line called:
 by its frame, or, where that is a function in C, by the call in the text of the line. Frames of readers and decoders
-(h5py, Zarr, Pillow) also tell what they read: the chunk, or the size of the picture. The decoders of OpenCV and of
-torchvision have no such frames; there the largest picture among the variables of the user's function tells. Where a
-picture came from a JPEG file, one such file is told too, so that decoding it can be timed.
+(h5py, Zarr, Pillow) also tell what they read: the chunk, or the size of the picture. Other decoders need have no such
+frames; there the largest picture among the variables of the user's function tells, and the package that this function
+called most. Where a picture came from a JPEG file, one such file is told too, so that decoding it can be timed.
 
 Loader processes are watched in the same way when they are forked, by a loop put around torch's own; they tell by a page
 of memory that they share with the rank. Spawned ones are left alone: they would have to import kit.
@@ -35,6 +35,7 @@ import inspect
 import itertools
 import json
 import linecache
+import math
 import mmap
 import os
 import random
@@ -51,7 +52,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 import kit
-from kit.machine.processes import disk_read_bytes, scheduled_seconds
+from kit.machine.processes import disk_read_bytes, file_read_bytes, scheduled_seconds
 from kit.trial.verdict import describe, is_library
 
 if TYPE_CHECKING:  # it loads torch, and rules read their names from here
@@ -75,11 +76,17 @@ _TOLD = 12
 _READERS = {"h5py": "__getitem__", "zarr": "__getitem__", "npz": "__getitem__", "PIL": "load"}
 """Packages that read, and the function in which their arguments can be seen."""
 _ORDERS = "sampler"
-DECODERS = ("PIL", "cv2", "torchvision")
+_DECODERS = ("PIL", "cv2", "torchvision")
+MAKING = ("wait", "worker")
+"""Parts in which data is made."""
+COMPUTING = ("", "torch", "numpy", "lightning", "pytorch_lightning", "kit", _ORDERS)
+"""Packages that neither read nor decode; the empty one is Python's own or not known."""
+_NO_DECODERS = {*COMPUTING, *_READERS} - {"PIL"}
+_MOST_MAKING, _MOST_COLOURS = 12, 4
 LOGGERS = ("tensorboard", "tensorboardX", "wandb", "mlflow", "comet_ml", "neptune", "loggers")
 _LOGGERS = ("matplotlib", "seaborn", "plotly", "bokeh", *LOGGERS)
 DRAWERS = (*_LOGGERS, "PIL")
-_NAMED = {*_READERS, *DECODERS, *_LOGGERS, _ORDERS}
+_NAMED = {*_READERS, *_DECODERS, *_LOGGERS, _ORDERS}
 """Packages that rules ask for. A stack has the name of the innermost, or of the outermost that draws or logs."""
 _FETCH = "torch/utils/data/_utils/fetch.py"
 """Where a loader makes a batch; a dataset of a library has no line of the user's."""
@@ -97,8 +104,11 @@ class Sampler:
         """Seconds by part, hook, file, line, function and the package that was called."""
         self.reads: dict[str, dict[str, Any]] = {}
         """The last read of a kind that was seen."""
+        self.made: dict[CodeType, Made] = {}
+        """The user's functions that make data, with what they call."""
         self.samples = 0
         self.disk = DiskWatch()
+        self.bytes_before = 0
         self.idle_seconds = self.cost_seconds = 0.0
         """`idle_seconds`: where no line of the user's code was on the stack."""
         self.interval_seconds = INTERVAL_SECONDS
@@ -125,6 +135,7 @@ class Sampler:
         self.started = self._last = self._moment = time.perf_counter()
         self._plan(self.started)
         self.disk.begin(threading.get_native_id())
+        self.bytes_before = file_read_bytes()
         threading.Thread(target=self._look, name="kit-host", daemon=True).start()
 
     def stop(self) -> None:
@@ -174,14 +185,14 @@ class Sampler:
     def _count(self, frame: FrameType | None, seconds: float) -> None:
         self.samples += 1
         part, hook = ("worker", "") if self._clock is None else (self._clock.part, self._clock.action)
-        line, is_fetching = self._line(frame)
+        line, is_fetching = self._line(frame, seconds if part in MAKING else 0.0)
         if not line[0] and not is_fetching and line[3] not in _READERS:
             self.idle_seconds += seconds
         key = (part, hook, *line)
         if len(self.lines) < MOST_LINES or key in self.lines:
             self.lines[key] = self.lines.get(key, 0.0) + seconds
 
-    def _line(self, frame: FrameType | None) -> tuple[tuple[str, int, str, str], bool]:
+    def _line(self, frame: FrameType | None, making_seconds: float = 0.0) -> tuple[tuple[str, int, str, str], bool]:
         """The innermost line of the user's code with the package that it called, and whether a batch was being made."""
         package, named, depth, is_fetching = "", "", 0, False
         while frame is not None and depth < _MOST_DEPTH:
@@ -191,8 +202,8 @@ class Sampler:
                 if named in self.reads and package != named:
                     self.reads[named]["through"] = package
                 package = named or package or called_package(frame)
-                if package in DECODERS[1:]:
-                    self._note_picture(package, frame)
+                if making_seconds:
+                    self._note_made(package, frame, making_seconds)
                 return (file, frame.f_lineno, frame.f_code.co_name, package), is_fetching
             if found:
                 package = found
@@ -208,16 +219,44 @@ class Sampler:
         if found is not None:
             self.reads[package] = found
 
-    def _note_picture(self, package: str, frame: FrameType) -> None:
-        seen = max((_picture_pixels(value) for value in variables_of(frame).values()), default=0)
-        before = self.reads.get(package, {"pixels": 0})
-        if seen > before["pixels"]:
-            self.reads[package] = {"pixels": seen, **_jpeg_of(frame)}
+    def _note_made(self, package: str, frame: FrameType | None, seconds: float) -> None:
+        """What the user's functions that run have at hand of a picture, and what they call, up to the loader."""
+        for _ in range(_MOST_MAKING):
+            if frame is None or frame.f_code.co_filename.endswith(_FETCH):
+                return
+            if kind_of(frame.f_code.co_filename)[0] and (frame.f_code in self.made or len(self.made) < MOST_LINES):
+                made = self.made.setdefault(frame.f_code, Made())
+                made.note(package, frame, seconds)
+                decoder = max(made.packages, key=made.packages.__getitem__, default="")
+                if decoder and made.picture.get("pixels", 0) > self.reads.get(decoder, {"pixels": 0}).get(
+                    "pixels", math.inf
+                ):
+                    self.reads[decoder] = dict(made.picture)
+            frame = frame.f_back
 
 
 def _is_alone() -> bool:
     """Whether no thread of Python but the main one and kit's own are there, whom giving it sooner would change."""
     return all(one.name.startswith(("MainThread", "kit-")) for one in threading.enumerate())
+
+
+@dataclass(slots=True)
+class Made:
+    """A function of the user's that makes data: the largest picture among its variables, and seconds by package."""
+
+    picture: dict[str, Any] = field(default_factory=dict)
+    packages: dict[str, float] = field(default_factory=dict)
+    """Without those that compute, and readers of chunks."""
+    seconds: float = 0.0
+    """All of it, with what it calls."""
+
+    def note(self, package: str, frame: FrameType, seconds: float) -> None:
+        self.seconds += seconds
+        if package not in _NO_DECODERS:
+            self.packages[package] = self.packages.get(package, 0.0) + seconds
+        seen = max((_picture_pixels(value) for value in variables_of(frame).values()), default=0)
+        if seen > self.picture.get("pixels", 0):
+            self.picture = {"pixels": seen, **_jpeg_of(frame)}
 
 
 class Timer:
@@ -332,7 +371,7 @@ def kind_of(file: str) -> tuple[bool, str]:
         return False, _ORDERS
     if path in ("numpy/lib/_npyio_impl.py", "numpy/lib/npyio.py"):
         return False, "npz"
-    return not is_library(file), path.partition("/")[0]
+    return not is_library(file), path.partition("/")[0].removesuffix(".py")
 
 
 def variables_of(frame: FrameType) -> dict[str, Any]:
@@ -395,9 +434,11 @@ def _call_at(code: CodeType, offset: int) -> tuple[str, ...]:
 
 
 def _picture_pixels(value: Any) -> int:
-    """Of an array of bytes that is a picture; 0 for anything else."""
+    """Of an array that is a picture: of bytes, or of few colours; 0 for anything else."""
     shape = getattr(value, "shape", None)
-    if not isinstance(shape, tuple) or len(shape) not in (2, 3) or "uint8" not in str(getattr(value, "dtype", "")):
+    if not isinstance(shape, tuple) or len(shape) not in (2, 3):
+        return 0
+    if "uint8" not in str(getattr(value, "dtype", "")) and (len(shape) == 2 or min(shape) > _MOST_COLOURS):
         return 0
     sides = sorted(shape)[-2:]
     return int(sides[0] * sides[1]) if sides[0] >= _LEAST_SIDE else 0
@@ -537,7 +578,16 @@ def summary(sampler: Sampler, cells: dict[str, tuple[str, str]]) -> dict[str, An
     for (part, *_), seconds in dict(sampler.lines).items():
         parts[part] = parts.get(part, 0.0) + seconds / total
     return {
-        "samples": sampler.samples, "lines": lines, "parts": parts, "reads": dict(sampler.reads), "seconds": total,
+        "samples": sampler.samples, "lines": lines, "parts": parts, "seconds": total, "reads": {
+            package: {**read, **({"within": within / total} if (within := _within(sampler, package)) else {})}
+            for package, read in dict(sampler.reads).items()
+        },
         "disk": {part: seconds / total for part, seconds in dict(sampler.disk.seconds).items()},
-        "disk_read_bytes": sampler.disk.read_bytes,
+        "disk_read_bytes": sampler.disk.read_bytes, "file_read_bytes": file_read_bytes() - sampler.bytes_before,
     }  # fmt: skip
+
+
+def _within(sampler: Sampler, package: str) -> float:
+    """Seconds of the function that has a picture of a package's at hand."""
+    held = (made for made in dict(sampler.made).values() if made.picture and package in made.packages)
+    return max((made.seconds for made in held), default=0.0)

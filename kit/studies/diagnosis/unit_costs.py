@@ -114,6 +114,21 @@ def _xarray_row(length: int) -> float:
             return _seconds(lambda: [array.isel(row=row).values for row in range(8)], 8)
 
 
+@functools.lru_cache(64)
+def _parquet_row(length: int) -> float:
+    import pyarrow
+    from pyarrow import parquet
+
+    columns = {f"x{place}": column for place, column in enumerate(_numbers(8, min(length, _MOST_COLUMNS)).T)}
+    held = io.BytesIO()
+    parquet.write_table(pyarrow.table(columns), held, row_group_size=1)
+    file = parquet.ParquetFile(held)
+    return _seconds(lambda: [file.read_row_group(row) for row in range(8)], 8)
+
+
+_MOST_COLUMNS = 256
+
+
 @dataclass(frozen=True, slots=True)
 class Decoded:
     """What a picture takes as it is, and at the least size that still has the pixels that the model gets."""
@@ -178,4 +193,4 @@ def _opencv() -> Callable[[str, int], int]:
 
 _DECODERS = {"PIL": _pillow, "cv2": _opencv}
 _ACTS = {VALUE: _value, LOOP: _loop, PAGE: _page}
-_ROWS = {"h5py": _hdf5_row, "zarr": _zarr_row, "xarray": _xarray_row}
+_ROWS = {"h5py": _hdf5_row, "zarr": _zarr_row, "xarray": _xarray_row, "pyarrow": _parquet_row}
