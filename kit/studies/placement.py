@@ -247,9 +247,7 @@ class _Study:
     def __init__(self, module: Any, rows: Rows, config: Config, device_bytes: int) -> None:
         from kit.data.rows.loader import RowData
 
-        # The rows are made already, so nothing is made with arguments any more.
-        short = {"trial.predict_memory": False, "trial.count_work": False, "data.arguments": {}}
-        self.module, self.config = module, config.replace(short)
+        self.module, self.config = module, config.replace({"trial.predict_memory": False, "trial.count_work": False})
         self._rows, self.sentences = rows, list[str]()
         resolved = resolve_devices(config, hardware())
         self._global_batch = config.loader.batch_size * resolved.world_size
