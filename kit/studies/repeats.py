@@ -28,7 +28,7 @@ from kit.studies.series import samples_per_second
 from kit.tables import FRAME, html_list, html_table, text_table
 from kit.trial.directory import contents_to_run
 from kit.trial.payload import Part, refuse_unused
-from kit.trial.submit import again
+from kit.trial.submit import AS_GIVEN, Altered, again
 from kit.trial.trial import Trial, try_out
 
 Verdict = Literal["helps", "hurts", "within the noise", "did not run"]
@@ -54,12 +54,7 @@ class RunSource:
     earlier: Trial | None = None
     trust: bool = False
     """Whether an earlier trial is run again also when this user did not write it here."""
-    batch_size: int | None = None
-    """Samples per batch on each device, instead of what data of the caller's own makes."""
-    repeats_batch: bool = False
-    """Whether the first batch is trained on again and again, so that nothing is read beside."""
-    without_hook: str = ""
-    """The hook that is left out, by the name of its action in Lightning's profilers."""
+    altered: Altered = AS_GIVEN
 
     @classmethod
     def of(cls, given: Sequence[Any], **named: Any) -> RunSource:
@@ -86,10 +81,9 @@ class RunSource:
 
     def start(self, config: Config) -> Trial:
         """A trial that tries it out with another config: what it writes is kept from everybody."""
-        altered = (self.batch_size, self.repeats_batch, self.without_hook)
         if self.earlier is None:
-            return try_out(self.module, self.data, config, "repeat", *altered)
-        trial = Trial(again(self.earlier.paths, config, self.trust, *altered), config)
+            return try_out(self.module, self.data, config, altered=self.altered)
+        trial = Trial(again(self.earlier.paths, config, self.trust, self.altered), config)
         trial.submit()
         return trial
 
@@ -289,7 +283,8 @@ def _afterwards(
         raise ConfigError([Problem("repeats", f"{repeats} is too few to know the noise; give 2 or more")])
     if new_batch_size is not None and new_batch_size < 1:
         raise ConfigError([Problem("new_batch_size", f"a batch of {new_batch_size} is empty; give 1 or more")])
-    source = replace(source, batch_size=source.batch_size if new_batch_size is None else new_batch_size)
+    if new_batch_size is not None:
+        source = replace(source, altered=replace(source.altered, batch_size=new_batch_size))
     if not change and new_module is None and new_data is None and new_batch_size is None:
         raise ConfigError([Problem("change", "nothing is changed; give {'section.field': value}, or a new module")])
     if source.earlier is not None and (new_module is not None or new_data is not None):
@@ -310,4 +305,4 @@ def _afterwards(
         return replace(source, config=config)
     module = source.module if new_module is None else new_module
     data = source.data if new_data is None else new_data
-    return RunSource(module, data, config, batch_size=source.batch_size)
+    return RunSource(module, data, config, altered=source.altered)

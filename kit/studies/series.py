@@ -40,7 +40,7 @@ from kit.registry import display
 from kit.tables import cell, html_list, html_table, text_table
 from kit.trial.directory import runs_folder
 from kit.trial.payload import Part
-from kit.trial.submit import REHEARSAL, prepare
+from kit.trial.submit import REHEARSAL, Altered, prepare
 from kit.trial.trial import Trial
 
 State = Literal["RUNNING", "COMPLETE", "STOPPED", "FAILED"]
@@ -286,7 +286,7 @@ class Attempts(Series):
 
         given_size, confined = None if self.data is None else batch_size, REHEARSAL if self.confined else ""
         try:
-            trial = Trial(prepare(self.module, self.data, config, given_size, confined=confined), config)
+            trial = Trial(prepare(self.module, self.data, config, Altered(given_size), confined=confined), config)
             trial.submit()
         except ConfigError as error:
             if any(problem.path == "loader.batch_size" for problem in error.problems):

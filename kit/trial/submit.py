@@ -61,11 +61,30 @@ RunKind = Literal["trial", "repeat", "profile", "calibration"]
 _PACKAGES = ("kit", "torch", "lightning", "zarr", "fsspec", "gcsfs", "numpy", "pydantic", "cloudpickle")
 
 
+@dataclass(frozen=True, slots=True)
+class Altered:
+    """In what a trial is unlike the module and data that it was given, to learn what that changes."""
+
+    batch_size: int | None = None
+    """Samples per batch on each device, instead of what data of the caller's own makes."""
+    repeats_batch: bool = False
+    """Whether the first batch is trained on again and again, so that nothing is read beside."""
+    without_hook: str = ""
+    """The hook that is left out after its first call, by the name of its action in Lightning's profilers."""
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """What ranks are told of it."""
+        return {name: value for name, value in asdict(self).items() if value not in (None, False, "")}
+
+
+AS_GIVEN = Altered()
+
+
 def prepare(
-    module: object, data: object, config: object, batch_size: int | None = None,
+    module: object, data: object, config: object, altered: Altered = AS_GIVEN,
     profile: Mapping[str, str] | None = None, job: str | None = None, confined: str = "", kind: RunKind = "trial",
-    logger: object = None, callbacks: object = (), trainer: object = None, repeats_batch: bool = False,
-    without_hook: str = "",
+    logger: object = None, callbacks: object = (), trainer: object = None,
 ) -> RunPaths:  # fmt: skip
     """A complete run directory for this trial.
 
@@ -73,7 +92,7 @@ def prepare(
         module: As `kit.fit` takes it.
         data: As `kit.fit` takes it.
         config: A Config.
-        batch_size: Samples per batch on each device, instead of what data of the caller's own makes.
+        altered: In what it is unlike module and data.
         profile: Which profiler looks on (`pass`) and where it writes (`folder`); None for none.
         job: What the ranks do, by the name it is registered under; None for a fit.
         confined: What notes call a run that changes no file of the user's; empty for a run that may.
@@ -81,8 +100,6 @@ def prepare(
         logger: As `kit.fit` takes it.
         callbacks: As `kit.fit` takes them.
         trainer: As `kit.fit` takes it.
-        repeats_batch: Train on the first batch again and again, so that nothing is read beside.
-        without_hook: Leave this hook out after its first call: its action in Lightning's profilers; empty for none.
 
     Its GPUs are claimed for it: whoever starts it hands them to the supervisor.
 
@@ -96,15 +113,14 @@ def prepare(
     check_targets(module_part, data_part, config)
     check_parts(module_part, data_part, config)
     trainer_parts = trainer_parts_of(module, config, logger, callbacks, trainer)
-    rule = batch_rule(data_part, config) if batch_size is None and job is None else None
+    rule = batch_rule(data_part, config) if altered.batch_size is None and job is None else None
     if rule is not None:
         rule.warn(stacklevel=4)
         warn_of_unused(module_part, data_part, config, stacklevel=4)
     batch = None if rule is None else asdict(rule)
     options: dict[str, Any] = {
-        "batch_size": batch_size, "profile": profile, "job": job, "batch": batch, "confined": confined or None,
-        "trainer": trainer_parts.summary() or None, "kind": kind, "repeats_batch": repeats_batch or None,
-        "without_hook": without_hook or None,
+        "profile": profile, "job": job, "batch": batch, "confined": confined or None, "kind": kind,
+        "trainer": trainer_parts.summary() or None, **altered.options,
     }  # fmt: skip
     given = given_of(module_part, data_part)
     with _devices_taken(config) as taken:
@@ -170,19 +186,14 @@ def _fill(payload: bytes, given: Mapping[str, str], config: Config, taken: Taken
     return paths
 
 
-def again(
-    earlier: RunPaths, config: Config, trust: bool = False, batch_size: int | None = None, repeats_batch: bool = False,
-    without_hook: str = "",
-) -> RunPaths:  # fmt: skip
+def again(earlier: RunPaths, config: Config, trust: bool = False, altered: Altered = AS_GIVEN) -> RunPaths:
     """A run directory to try out what `earlier` ran with another config: module and data are taken as they were sent.
 
     Args:
         earlier: What is run again.
         config: What to run it with.
         trust: Run it also when this user did not write it here.
-        batch_size: As `prepare` takes it; None leaves it as it was.
-        repeats_batch: As `prepare` takes it.
-        without_hook: As `prepare` takes it.
+        altered: As `prepare` takes it; a batch size that is not given stays as it was.
 
     Raises:
         ConfigError, HardwareError, StoreError: see the module's first lines.
@@ -193,11 +204,8 @@ def again(
     before = contents.environment
     given = before.get("given", {"module": "path", "data": "path"})
     options: dict[str, Any] = {name: before[name] for name in ("batch_size", "trainer") if name in before}
-    options |= {"confined": REHEARSAL, "kind": "repeat"}
-    options |= {} if batch_size is None else {"batch_size": batch_size}
-    options |= {"repeats_batch": True} if repeats_batch else {}
-    options |= {"without_hook": without_hook} if without_hook else {}
-    rule = BatchRule.of_environment(before) if batch_size is None else None
+    options |= {"confined": REHEARSAL, "kind": "repeat", **altered.options}
+    rule = BatchRule.of_environment(before) if altered.batch_size is None else None
     if rule is not None:
         size = config.loader.batch_size
         options["batch"] = asdict(replace(rule, asked=size, size=size if rule.by_config else rule.size))

@@ -41,7 +41,7 @@ from kit.registry import Drawable, display, load
 from kit.trial import client, scratch
 from kit.trial.directory import EVENT_FILES, KILL, STOP, Control, RunPaths, contents_to_run
 from kit.trial.settings_used import settings_used, used_event, with_values
-from kit.trial.submit import REHEARSAL, RunKind, prepare
+from kit.trial.submit import AS_GIVEN, REHEARSAL, Altered, RunKind, prepare
 from kit.trial.verdict import as_details
 
 State = Literal["WAITING", "RUNNING", "COMPLETE", "FAILED", "STOPPED", "LOST"]
@@ -55,22 +55,13 @@ _LIFE_CHECK_SECONDS = 1.0
 _INTERRUPT_SECONDS = 10.0
 
 
-def try_out(
-    module: Any, data: Any, config: Config, kind: RunKind = "repeat", batch_size: int | None = None,
-    repeats_batch: bool = False, without_hook: str = "",
-) -> Trial:  # fmt: skip
+def try_out(module: Any, data: Any, config: Config, kind: RunKind = "repeat", altered: Altered = AS_GIVEN) -> Trial:
     """Start a trial for its measurements alone: what its hooks write reaches nobody.
-
-    `batch_size`, `repeats_batch` and `without_hook` as `kit.trial.submit.prepare` takes them.
 
     Raises:
         ConfigError, HardwareError, StoreError: as `fit`.
     """
-    paths = prepare(
-        module, data, config, batch_size, confined=REHEARSAL, kind=kind, repeats_batch=repeats_batch,
-        without_hook=without_hook,
-    )  # fmt: skip
-    trial = Trial(paths, config)
+    trial = Trial(prepare(module, data, config, altered, confined=REHEARSAL, kind=kind), config)
     trial.submit()
     return trial
 

@@ -29,6 +29,7 @@ from kit.studies.diagnosis.gains import (
 from kit.studies.diagnosis.host_rules import drawing_hook, slowest_hook
 from kit.studies.repeats import RunSource
 from kit.testing import TinyModule
+from kit.trial.submit import Altered
 
 THRESHOLD = 1.15
 
@@ -95,7 +96,7 @@ def measured_with(monkeypatch, samples_of):
     """Gains where a step takes as long whatever its batch, of `samples_of` what is asked for."""
 
     def few_steps(source, _):
-        return [{"samples": samples_of(source.batch_size or 4), "step_seconds": 0.1}] * 8
+        return [{"samples": samples_of(source.altered.batch_size or 4), "step_seconds": 0.1}] * 8
 
     monkeypatch.setattr(room, "few_steps", few_steps)
     return measured_gains(OWN, source(OWN))
@@ -148,7 +149,7 @@ def test_a_repeated_batch_is_as_it_was_read_and_nothing_is_read_beside(config, w
     """Over more than one epoch, while each epoch has three batches."""
     given = RunSource(Writing, DataLoader(SlowToRead(), batch_size=4, num_workers=workers), config())
     found = evidence(shares=shares(wait=0.5), workers=workers)
-    read, repeated = (few_steps(replace(given, repeats_batch=one), found) for one in (False, True))
+    read, repeated = (few_steps(replace(given, altered=Altered(repeats_batch=one)), found) for one in (False, True))
     assert len({step["metrics"]["seen"] for step in read}) > 1
     assert {step["metrics"]["seen"] for step in repeated} == {8 * (1 + 2 + 3 + 4)}
     assert len(repeated) >= 2
@@ -161,7 +162,8 @@ class Endless(IterableDataset):
 
 
 def test_ranks_that_repeat_a_batch_of_no_known_number_time_as_many_steps(config):
-    given = RunSource(Writing, DataLoader(Endless(), batch_size=4), config(ranks=2), repeats_batch=True)
+    again = Altered(repeats_batch=True)
+    given = RunSource(Writing, DataLoader(Endless(), batch_size=4), config(ranks=2), altered=again)
     steps = few_steps(given, evidence(world_size=2))
     counts = [sum(step["rank"] == rank for step in steps) for rank in (0, 1)]
     assert counts[0] == counts[1] >= 2
@@ -169,7 +171,7 @@ def test_ranks_that_repeat_a_batch_of_no_known_number_time_as_many_steps(config)
 
 
 def test_kits_own_loader_ends_once_its_first_batch_is_repeated(own):
-    steps = few_steps(RunSource(None, None, own(), repeats_batch=True), evidence(own_loader=True))
+    steps = few_steps(RunSource(None, None, own(), altered=Altered(repeats_batch=True)), evidence(own_loader=True))
     assert len(steps) >= 2
     assert len({step.get("requests") for step in steps}) == 1, "nothing is read beside"
 
@@ -248,7 +250,8 @@ def ones():
 )
 def test_a_hook_is_called_once_and_then_left_out(config, name, options, seen):
     trial = kit.fit(config(max_steps=4, warmup_steps=1), **{"module": Counted, "data": ones(), **options}).wait()
-    with_it, without = (few_steps(replace(RunSource.of([trial]), without_hook=hook), evidence()) for hook in ("", name))
+    given = RunSource.of([trial])
+    with_it, without = (few_steps(replace(given, altered=Altered(without_hook=one)), evidence()) for one in ("", name))
     assert {step["metrics"]["seen"] for step in without} == {seen}
     assert {step["metrics"]["seen"] for step in with_it} != {seen}
 

@@ -12,6 +12,7 @@ from kit.config import Config
 from kit.errors import ConfigError, TrialError
 from kit.studies.repeats import RunSource, Side, Tried
 from kit.testing import FaultyModule, TinyData, TinyModule
+from kit.trial.submit import Altered
 
 
 def tried(before, after, note=""):
@@ -96,8 +97,8 @@ def test_a_trial_is_run_again_with_what_it_was_given(config):
 
 def test_batches_of_the_callers_own_data_are_made_larger_at_once_and_for_an_earlier_trial(config):
     data = DataLoader(TensorDataset(torch.rand(64, 8), torch.rand(64, 1)), batch_size=2)
-    first = RunSource(TinyModule, data, config(max_steps=3), batch_size=6).start(config(max_steps=3)).wait()
-    second = RunSource(None, None, first.config, first, batch_size=5).start(first.config).wait()
+    first = RunSource(TinyModule, data, config(max_steps=3), altered=Altered(6)).start(config(max_steps=3)).wait()
+    second = RunSource(None, None, first.config, first, altered=Altered(5)).start(first.config).wait()
     assert [{step["samples"] for step in trial.steps} for trial in (first, second)] == [{6}, {5}]
 
 

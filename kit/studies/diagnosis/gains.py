@@ -66,10 +66,11 @@ def measured_gains(found: Evidence, source: RunSource) -> tuple[dict[str, Range]
     gains, notes = dict[str, Range](), list[str]()
     for name, rule in worth_measuring(found).items():
         pairs, change = list[Pair](), rule.change(found)
-        after = replace(
-            source, config=source.config.replace(change), batch_size=rule.batch_size(found) or source.batch_size,
+        altered = replace(
+            source.altered, batch_size=rule.batch_size(found) or source.altered.batch_size,
             without_hook=slowest_hook(found)[0] if name == "slow hook" else "",
         )  # fmt: skip
+        after = replace(source, config=source.config.replace(change), altered=altered)
         sides = {"before": source, "after": after}
         try:
             while not decided(pairs, rule.threshold):
@@ -83,9 +84,9 @@ def measured_gains(found: Evidence, source: RunSource) -> tuple[dict[str, Range]
             times = _largest(runs["after"]) / max(1, _largest(runs["before"]))
             gains[name] = in_whole_steps(difference(pairs), found, max(1.0, times))
         except KitError as error:
-            batch = f"a batch of {after.batch_size} from {found.whose_batches}"
-            asked = ", ".join(change) or (f"leaving out {after.without_hook}" if after.without_hook else batch)
-            by_data = not change and not after.without_hook
+            batch = f"a batch of {altered.batch_size} from {found.whose_batches}"
+            asked = ", ".join(change) or (f"leaving out {altered.without_hook}" if altered.without_hook else batch)
+            by_data = not change and not altered.without_hook
             way_out = "; make it so and compare with kit.studies.try_change(..., new_data=...)" if by_data else ""
             notes.append(f"whether {asked} would help was not measured: {error}{way_out}")
     return gains, notes
@@ -103,7 +104,7 @@ def without_drawing(found: Evidence, source: RunSource) -> tuple[dict[str, Range
     if (hook := drawing_hook(found)) is None:
         return {}, []
     try:
-        steps = few_steps(replace(source, without_hook=hook), found)
+        steps = few_steps(replace(source, altered=replace(source.altered, without_hook=hook)), found)
     except KitError as error:
         return {}, [f"how long steps take without drawing and logging was not measured: {error}"]
     beside = math.fsum(found.shares.get(part, 0.0) for part in BESIDE_TRAINING if part != "logging")
@@ -117,7 +118,7 @@ def training_alone(found: Evidence, source: RunSource) -> tuple[float | None, li
     if (found.wait_fraction or 0.0) < SLIVER:
         return None, []
     try:
-        steps = few_steps(replace(source, repeats_batch=True), found)
+        steps = few_steps(replace(source, altered=replace(source.altered, repeats_batch=True)), found)
     except KitError as error:
         return None, [f"how long the training takes without reading was not measured: {error}"]
     batches: defaultdict[tuple[int, int], list[float]] = defaultdict(list)
@@ -149,7 +150,7 @@ def few_steps(source: RunSource, found: Evidence) -> list[Event]:
     Raises:
         KitError: when the trial cannot start, or fails.
     """
-    alone = source.repeats_batch
+    alone = source.altered.repeats_batch
     step_seconds = max(1e-6, found.train_seconds) if alone else found.step_seconds
     most = max(2, int(MOST_SECONDS / step_seconds))
     count = min(most, MOST_STEPS, max(STEPS, int(SECONDS / step_seconds)))
