@@ -7,6 +7,7 @@ import kit
 from kit.arguments import config_first
 from kit.errors import ConfigError, KitWarning
 from kit.studies.repeats import RunSource
+from kit.trial.payload import Part, warn_of_unused
 
 CONFIG = kit.Config().replace({"name": "given"})
 
@@ -159,6 +160,8 @@ def test_arguments_beside_data_that_is_made_already_are_said_to_be_unused(tmp_pa
     monkeypatch.chdir(tmp_path)
     with pytest.warns(KitWarning, match=r"data\.arguments .*batch_size.* not used"):
         kit.predict_memory(CONFIG.replace({"data.arguments": {"batch_size": 3}}), TinyModule, TinyData())
+    recipe = kit.Config().replace({"data.arguments": {"source": "recipe.npy"}})
+    warn_of_unused(Part.of(TinyModule), Part.of(kit.data.RowData(numpy.ones((40, 3)))), recipe)  # another place
 
 
 @pytest.mark.parametrize(

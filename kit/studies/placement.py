@@ -227,7 +227,6 @@ def placements(
             )
             raise ConfigError([Problem("data", message)])
     first, limit_bytes = opened[0], parse_bytes(page_cache_bytes, "page_cache_bytes")
-    config = config.replace({"data.arguments": {}})  # rows are made here, of the arrays given
     study = _Study(module, first, config, parse_bytes(device_bytes, "device_bytes"))
     rows = [study.on_the_device()]
     kept = RowData(str(given[0]), in_memory=True, row_block=row_block)

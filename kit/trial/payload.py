@@ -375,8 +375,13 @@ def check_parts(module: Part, data: Part, config: Config) -> None:
 
 
 def warn_of_unused(module: Part, data: Part, config: Config, stacklevel: int = 3) -> None:
-    """Say that arguments make nothing where module or data is made already, or by a function."""
-    arguments = {"model.arguments": (module, config.model.arguments), "data.arguments": (data, own_arguments(config))}
+    """Say that arguments make nothing where module or data is made already, or by a function.
+
+    Data of kit's own names another place in their stead, as in `kit.fit(recipe, data=kit.data.RowData(other))`.
+    """
+    is_kits = any((base.__module__, base.__name__) == _KITS for base in type(trained_on(data.value)).__mro__)
+    own = {} if is_kits else own_arguments(config)
+    arguments = {"model.arguments": (module, config.model.arguments), "data.arguments": (data, own)}
     for path, (part, given) in arguments.items():
         if part.kind in ("instance", "factory") and given:
             message = (
