@@ -32,6 +32,7 @@ from kit.studies.diagnosis.rules import RULES
 from kit.studies.diagnosis.sampler import (
     DiskWatch,
     Sampler,
+    Timer,
     WatchedLoop,
     copied_bytes,
     read_of,
@@ -202,6 +203,16 @@ def told_and_planted():
     whole = sum(planted.seconds.values())
     shares = {name: seconds / sampler.seconds for name, seconds in told.items()}
     return shares, {name: seconds / whole for name, seconds in planted.seconds.items()}
+
+
+def test_a_sampler_that_is_stopped_twice_ends_its_timer_once(monkeypatch):
+    ended, end = [], Timer.end
+    monkeypatch.setattr(Timer, "end", lambda timer: (ended.append(timer), end(timer)))
+    sampler = Sampler()
+    sampler.start()
+    for _ in range(2):  # an exception in a callback's own end
+        sampler.stop()
+    assert len(ended) == 1
 
 
 def test_each_line_has_the_share_of_the_time_that_it_takes():

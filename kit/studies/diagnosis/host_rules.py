@@ -286,7 +286,7 @@ def _collectives_effect(found: Evidence) -> Range | None:
 # -- memory
 
 
-def faulting_fraction(found: Evidence) -> float | None:
+def _faulting_fraction(found: Evidence) -> float | None:
     """The share of the system in the training thread's time, where it answers page faults; a GPU's step hides it."""
     host = found.host
     if not host or "page_faults_per_second" not in host or _forked_meanwhile(found):
@@ -297,12 +297,12 @@ def faulting_fraction(found: Evidence) -> float | None:
 
 def may_fault(found: Evidence) -> bool:
     """Whether keeping freed memory is worth a short trial."""
-    return (faulting_fraction(found) or 0.0) >= _LEAST_FAULTING and not found.config.hardware.keep_freed_memory
+    return (_faulting_fraction(found) or 0.0) >= _LEAST_FAULTING and not found.config.hardware.keep_freed_memory
 
 
 def _page_faults(found: Evidence) -> float | None:
     gain = found.measured_gains.get("page faults")
-    return gain[0] if gain is not None else None if may_fault(found) or faulting_fraction(found) is None else 1.0
+    return gain[0] if gain is not None else None if may_fault(found) or _faulting_fraction(found) is None else 1.0
 
 
 def _forked_meanwhile(found: Evidence) -> bool:
@@ -321,7 +321,7 @@ _MOST_FAULT_SECONDS = 5e-6
 def _page_faults_sentence(found: Evidence, _: float) -> str:
     faults = found.host["page_faults_per_second"] * found.step_seconds
     return (
-        f"The system takes {faulting_fraction(found) or 0:.0%} of the time to give the training thread memory that it "
+        f"The system takes {_faulting_fraction(found) or 0:.0%} of the time to give the training thread memory that it "
         f"gave back before: {format_count(faults)} page faults a step, for {format_bytes(faults * PAGE_BYTES)}."
     )
 

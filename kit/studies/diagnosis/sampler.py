@@ -139,10 +139,11 @@ class Sampler:
         threading.Thread(target=self._look, name="kit-host", daemon=True).start()
 
     def stop(self) -> None:
-        """End; the handler stays and does nothing, as it may have been asked already."""
+        """End, once; the handler stays and does nothing, as it may have been asked already."""
         self._stop.set()
-        if self._timer is not None:
-            self._timer.end()
+        timer, self._timer = self._timer, None  # the C library frees it: ended twice, it would be read afterwards
+        if timer is not None:
+            timer.end()
 
     @property
     def seconds(self) -> float:
@@ -228,9 +229,8 @@ class Sampler:
                 made = self.made.setdefault(frame.f_code, Made())
                 made.note(package, frame, seconds)
                 decoder = max(made.packages, key=made.packages.__getitem__, default="")
-                if decoder and made.picture.get("pixels", 0) > self.reads.get(decoder, {"pixels": 0}).get(
-                    "pixels", math.inf
-                ):
+                before = self.reads.get(decoder, {"pixels": 0})
+                if decoder and made.picture.get("pixels", 0) > before.get("pixels", math.inf):  # not of a chunk
                     self.reads[decoder] = dict(made.picture)
             frame = frame.f_back
 
