@@ -246,8 +246,9 @@ def _units(module: nn.Module, names: Sequence[str] | None) -> list[nn.Module]:
             child for child in module.children() if not isinstance(child, nn.ModuleList | nn.ModuleDict)
         ]
         candidates = [*callable_children, *candidates]
-    inner = [unit for unit in reversed(candidates) if holds_its_parameters_alone(unit, module)]
-    inner = [unit for unit in dict.fromkeys(inner) if any(True for _ in unit.parameters())]
+    candidates = list(dict.fromkeys(reversed(candidates)))
+    alone = holding_their_parameters_alone(candidates, module)
+    inner = [unit for unit in alone if any(True for _ in unit.parameters())]
     covered = {parameter for unit in inner for parameter in unit.parameters()}
     loose = any(parameter not in covered for parameter in module.parameters())
     return [*inner, module] if loose or not _is_manual(module) or _declared_methods(module) else inner
@@ -358,10 +359,12 @@ def outermost(blocks: Sequence[nn.Module]) -> list[nn.Module]:
     return [block for block in blocks if block not in nested]
 
 
-def holds_its_parameters_alone(block: nn.Module, root: nn.Module) -> bool:
-    """False when a parameter of `block` is also used outside it (tied): FSDP takes it in one group only."""
-    inside, everywhere = (
-        Counter(id(parameter) for _, parameter in module.named_parameters(remove_duplicate=False))
-        for module in (block, root)
-    )
-    return all(everywhere[parameter] == count for parameter, count in inside.items())
+def holding_their_parameters_alone(blocks: Sequence[nn.Module], root: nn.Module) -> list[nn.Module]:
+    """Those of `blocks` of which no parameter is also used outside (tied): FSDP takes it in one group only."""
+    everywhere = _uses(root)  # counted once: asking it of each of hundreds of blocks takes seconds
+    return [block for block in blocks if all(everywhere[one] == count for one, count in _uses(block).items())]
+
+
+def _uses(module: nn.Module) -> Counter[int]:
+    """How often each parameter has a name inside, by its id."""
+    return Counter(id(parameter) for _, parameter in module.named_parameters(remove_duplicate=False))

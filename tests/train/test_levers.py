@@ -19,7 +19,7 @@ from kit.train import (
     make_trainer,
 )
 from kit.train.choices import lever_entries
-from kit.train.fsdp import holds_its_parameters_alone, outermost, repeated_blocks
+from kit.train.fsdp import holding_their_parameters_alone, outermost, repeated_blocks
 from kit.train.levers import blocks_by_label, lever_callbacks
 
 LEVERS = (GradientCheckpointing, OptimizerChoice, ZeroGradAfterStep, SequenceChunks, AttentionKernel)
@@ -414,7 +414,8 @@ def test_what_recurs_in_lists_of_lists_is_found_and_norms_among_it_are_not():
 
 def test_a_block_with_a_weight_tied_to_the_outside_is_told_from_the_others():
     module = train_parts.TiedNet()
-    assert [holds_its_parameters_alone(layer, module) for layer in module.layers] == [True, False, True]
+    alone = holding_their_parameters_alone(list(module.layers), module)
+    assert alone == [module.layers[0], module.layers[2]]
 
 
 def test_the_lever_emits_no_warning_of_its_own_when_all_is_well():
