@@ -384,7 +384,7 @@ def _product_of(place: int) -> Rule:
         if supported is None or not supported() or math.prod(first.shape) * second.shape[-1] <= _FEWEST_PRODUCTS:
             return sum(_for_blas(part) // (part.shape[0] if part.dim() > _MATRIX_AXES else 1) for part in operands)
         copied = sum(int(part.numel()) * part.element_size() for part in operands if not _lies_in_order(part))
-        turned = tuple(_lies_in_order(part) and not part.is_contiguous() for part in operands)
+        turned = tuple(map(_is_turned, operands))
         sizes = (*(int(size) for size in first.shape), int(second.shape[-1]))
         return int(copied) + _scratch_of_product(first.dtype, sizes, turned, torch.get_num_threads())
 
@@ -447,6 +447,12 @@ def _matrices(batch: Sequence[int], rows: int, columns: int, dtype: torch.dtype,
 def _lies_in_order(operand: Tensor) -> bool:
     """Whether a matrix, or each of a batch, is contiguous or the transpose of one that is."""
     return operand.is_contiguous() or operand.transpose(-2, -1).is_contiguous()
+
+
+def _is_turned(operand: Tensor) -> bool:
+    """Whether it is the transpose of what lies in order. A single row is so by its strides alone, which oneDNN reads."""
+    is_row_of_column = operand.shape[-2] == 1 < operand.shape[-1] and operand.stride(-2) == 1
+    return _lies_in_order(operand) and (is_row_of_column or not operand.is_contiguous())
 
 
 def _trilinear(args: Sequence[Any], out: Tensor) -> int:
