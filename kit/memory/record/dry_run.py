@@ -332,17 +332,7 @@ def _recorded(
         if not _is_distributed(run):
             recording.facts.update(units=marker.units, buffers=_sizes(module.buffers()))
     recording.facts.update(_facts(run, module, trainer, unknown), unsure_workspace_bytes=workspaces.unsure_bytes)
-    recording.facts["may_be_low"] = [] if on_gpu else _may_be_low(run, trainer, workspaces)
-    if any(getattr(part, "sparse", False) is True for part in module.modules()):
-        recording.facts["may_be_low"].append(_OF_SPARSE)
-    if workspaces.of_sparse:
-        names = ", ".join(workspaces.of_sparse)
-        recording.facts["may_be_low"].append(f"operators on sparse tensors may hold more than is known: {names}")
-    if workspaces.of_solvers:
-        taken = ", ".join(f"{name} {format_bytes(size)}" for name, size in workspaces.of_solvers.items())
-        recording.facts["may_be_low"].append(
-            f"what cuSOLVER asks for is not known without a GPU and is left out; on a CPU LAPACK takes: {taken}"
-        )
+    recording.facts["may_be_low"] = _may_be_low(run, module, workspaces)
     recording.facts["refused"] = refused
     recording.facts["notes"] = [*recording.facts["notes"], *fake_batches.notes]
     return recording
@@ -385,17 +375,23 @@ _OF_SPARSE = (
 )
 
 
-def _may_be_low(run: DryRun, trainer: Trainer, workspaces: Workspaces) -> list[str]:
-    """What a CPU was seen to hold beyond what is recorded, in sentences with the most that was measured."""
+def _may_be_low(run: DryRun, module: LightningModule, workspaces: Workspaces) -> list[str]:
+    """What may be held beyond what is recorded, in sentences."""
     found = []
-    if workspaces.half_convolutions:
-        found.append("oneDNN took up to 8 % of a peak more inside convolutions in half precision than is known of it")
-    if any(type(optimizer).__name__ == "Muon" for optimizer in trainer.optimizers):
-        found.append("steps of Muon, which compute in half precision, took up to 5 % of a peak more than is known")
-    if _is_distributed(run):
+    if _is_distributed(run) and run.device_kind == "cpu":
         from kit.memory.record.ranks import LATE_COPY
 
         found.append(LATE_COPY)
+    if any(getattr(part, "sparse", False) is True for part in module.modules()):
+        found.append(_OF_SPARSE)
+    if workspaces.of_sparse:
+        names = ", ".join(workspaces.of_sparse)
+        found.append(f"operators on sparse tensors may hold more than is known: {names}")
+    if workspaces.of_solvers:
+        taken = ", ".join(f"{name} {format_bytes(size)}" for name, size in workspaces.of_solvers.items())
+        found.append(
+            f"what cuSOLVER asks for is not known without a GPU and is left out; on a CPU LAPACK takes: {taken}"
+        )
     return found
 
 

@@ -450,7 +450,7 @@ def _lies_in_order(operand: Tensor) -> bool:
 
 
 def _is_turned(operand: Tensor) -> bool:
-    """Whether it is the transpose of what lies in order. A single row is so by its strides alone, which oneDNN reads."""
+    """Whether it is the transpose of what lies in order; a single row is that by its strides alone."""
     is_row_of_column = operand.shape[-2] == 1 < operand.shape[-1] and operand.stride(-2) == 1
     return _lies_in_order(operand) and (is_row_of_column or not operand.is_contiguous())
 
@@ -515,8 +515,6 @@ class Workspaces:
     def __init__(self, capability: Capability) -> None:
         self.capability = capability
         self.unsure_bytes = 0
-        self.half_convolutions = False
-        """Whether oneDNN ran convolutions in half precision."""
         self.of_sparse: dict[str, None] = {}
         """Operators on sparse tensors that may hold more than is known."""
         self.of_solvers: dict[str, int] = {}
@@ -532,8 +530,6 @@ class Workspaces:
             return size_of_sparse or 0
         if self.capability is not None and operator in _CONVOLUTIONS:
             self.unsure_bytes = max(self.unsure_bytes, unsure_workspace_bytes(operator, args, out, self.capability))
-        if self.capability is None and operator in _CONVOLUTIONS:
-            self.half_convolutions |= args[0].element_size() < _FLOAT32 and not is_emulated(args[0].dtype)
         size = workspace_bytes(operator, args, out, self.capability)
         if self.capability is not None and operator in _SOLVED:
             self.of_solvers[operator] = max(

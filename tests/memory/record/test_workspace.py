@@ -173,19 +173,6 @@ def test_convolutions_of_values_that_lie_channels_last_lay_their_weights_out_ane
     assert bytes_of(results) + said == pytest.approx(most, rel=0.001)
 
 
-def test_convolutions_of_onednn_in_half_precision_are_noticed():
-    for capability, dtype, noticed in (
-        (None, torch.bfloat16, torch.ops.mkldnn._is_mkldnn_bf16_supported()),
-        (None, torch.float32, False),
-        (A100, torch.float16, False),
-    ):
-        asked = Workspaces(capability)
-        values, weight = torch.zeros(1, 2, 4, 4, dtype=dtype), torch.zeros(2, 2, 3, 3, dtype=dtype)
-        stride, padding = [1, 1], [0, 0]
-        asked("convolution", (values, weight, None, stride, padding, stride, False, padding, 1), values[:, :, 1:3, 1:3])
-        assert asked.half_convolutions is noticed
-
-
 CONVOLUTIONS = [
     {"inputs": 32, "outputs": 32, "kernel": 3, "side": 32},
     {"inputs": 64, "outputs": 64, "kernel": 3, "side": 8, "batch": 16},
