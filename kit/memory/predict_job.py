@@ -11,7 +11,8 @@ which a dry run that took all of its own leaves a little. Where guesses stay ope
 `kit.memory.replay.replay`) it runs them beside the dry run, in half of the time that is left and first on the batch
 asked for, and what needs more counts. The memory that this process may take is limited to half of what is free, what
 needs more is not begun, and what is known before is on disk by then. It tells of itself in `facts["source"]`. Not
-beside a trial, which it would disturb, and not for several ranks.
+beside a trial, which it would disturb, and not for several ranks. Where these steps stop as the dry run did, a fit
+would stop too, and that error is the answer.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ import contextlib
 import dataclasses
 import functools
 import os
+import re
 import signal
 import time
 import traceback
@@ -35,7 +37,7 @@ from lightning.pytorch.callbacks import Checkpoint, ProgressBar
 
 from kit.config import Config
 from kit.confinement.confine import confined
-from kit.errors import ConfigError, KitError
+from kit.errors import ConfigError, KitError, TrialError
 from kit.machine.machine import share
 from kit.machine.processes import memory_limited
 from kit.memory.query import with_numbers, without_memory
@@ -51,7 +53,7 @@ from kit.trial.context import Context
 from kit.trial.directory import RunPaths
 from kit.trial.fit_job import load_part, make_data, make_module, make_parts, show_cells
 from kit.trial.payload import NO_PARTS, Part, TrainerParts
-from kit.trial.verdict import describe, own_frame
+from kit.trial.verdict import describe, describe_failure, own_frame
 from kit.units import format_bytes, format_seconds
 
 _LOOK_SECONDS = 0.2
@@ -97,7 +99,8 @@ def predict(context: Context) -> None:
     except KitError as error:
         problems = error.problems if isinstance(error, ConfigError) else ()
         fields = [[problem.path, problem.message] for problem in problems]
-        context.writer.write("refused", type=type(error).__name__, message=str(error), problems=fields)
+        details = error.details if isinstance(error, TrialError) else ""
+        context.writer.write("refused", type=type(error).__name__, message=str(error), problems=fields, details=details)
         raise
     if beside is not None:
         _leave_estimate(found[0], task["beside"], beside, context.config)
@@ -253,6 +256,7 @@ class Patience:
 
 # -- for real
 
+_OF_DEVICES = re.compile(r"cuda|gpu|nvidia|rocm|triton|alloc|memory", re.IGNORECASE)
 SMALL_BATCHES = (2, 3)
 """Samples that steps are run for real with."""
 _FREE_FRACTION = 0.5
@@ -286,7 +290,11 @@ class RealSteps:
         return self._run.world_size == 1 and self._run.config.hardware.strategy == "none"
 
     def instead_of(self, dry: Recording) -> Recording:
-        """The recording at the batch size of `dry`, or `dry` where the steps do not run for real either."""
+        """The recording at the batch size of `dry`, or `dry` where the steps do not run for real either.
+
+        Raises:
+            TrialError: where they stop as the dry run did, so that a fit would: the user's error, with its line.
+        """
         stopped = dry.facts["unknown"]
         least_seconds = _LAST_FRACTION * self._dry_patience.seconds if self.dry is None else 0.0
         self._patience = Patience(max(least_seconds, self._dry_patience.left_seconds), self._dry_patience.cells)
@@ -296,12 +304,23 @@ class RealSteps:
         try:
             found, source = self._ran(dry)
         except NotRunError as error:
+            if error.__cause__ is not None and self._is_users(dry, str(error)):
+                told = describe_failure(error.__cause__, self._context)
+                raise TrialError(told["message"], told["traceback"]) from None
             also = "; so it did when run for real on the CPU" + ("" if str(error) == stopped else f": {error}")
             facts = {"unknown": stopped + also, "late": bool(self._patience.message or dry.facts.get("late"))}
             return dataclasses.replace(dry, facts=dry.facts | facts)
         self.failed = False
         why = f"a dry run stopped with {stopped}, so two steps were {source}"
         return self._combined(dry, found, {"source": source, "why_for_real": why, "late": False})
+
+    def _is_users(self, dry: Recording, stopped: str) -> bool:
+        """Whether steps that stopped on the CPU too would stop wherever they run: with an error of the same type at the
+        same line that is not about a device or its memory, and that no code raises which looks at weights not sent."""
+        errors = dry.facts["unknown"], stopped
+        types, lines = {one.partition(":")[0] for one in errors}, {one.rpartition(" at ")[2] for one in errors}
+        is_guard = self._is_instance and dry.facts["refused"]
+        return len(types) == len(lines) == 1 and not is_guard and not any(map(_OF_DEVICES.search, errors))
 
     def beside(self, dry: Sequence[Recording]) -> list[Recording]:
         """In place of dry runs of which guesses are open: they or the steps run for real, whichever need more.

@@ -55,7 +55,8 @@ def predict_memory(
         HardwareError: for a precision that the device does not compute.
         PlanError: for an unknown device.
         StoreError: for a store that cannot be read.
-        TrialError: when the module cannot be made, with the user's traceback.
+        TrialError: when the module cannot be made, or its steps stop with an error of its own, with the user's
+            traceback.
         UnansweredError: when the dry run does not end in time, nor lets itself be broken off.
 
     Example:

@@ -22,7 +22,7 @@ from typing import Any
 import cloudpickle
 
 import kit.errors
-from kit.errors import ConfigError, KitError, Problem
+from kit.errors import ConfigError, KitError, Problem, TrialError
 from kit.machine.machine import Resolved, people_per_core, waiting_per_core
 from kit.memory.query import MemoryQuery
 from kit.memory.replay.replay import Recording
@@ -278,7 +278,7 @@ class PredictionJob:
         Raises:
             KitError: what the process refused, as it was raised there.
             UnansweredError: when it took too long.
-            TrialError: when the module cannot be made, or the process died.
+            TrialError: when the module cannot be made, its steps stop with an error of its own, or the process died.
         """
         if self._trial.state == "COMPLETE":
             paths = self._trial.paths
@@ -292,7 +292,7 @@ class PredictionJob:
             kind = getattr(kit.errors, refused["type"], KitError)
             if issubclass(kind, ConfigError):
                 raise kind([Problem(path, message) for path, message in refused["problems"]])
-            raise kind(refused["message"])
+            raise kind(refused["message"], *([refused["details"]] if kind is TrialError else []))
         if known := self._known_before():
             return known
         timed_out = self._trial.cause in ("timeout", "stalled") or self._trial.state not in ENDED

@@ -313,6 +313,48 @@ def test_an_operator_that_says_no_shape_is_run_for_real_and_scaled(config, devic
     assert not (tmp_path / "written").exists()
 
 
+class WrongShape(Wide):
+    def training_step(self, batch, batch_idx):
+        return self.layer(batch[0][:, :-1]).mean()
+
+
+class MissingKey(Wide):
+    def training_step(self, batch, batch_idx):
+        return self.layer(batch["image"]).mean()
+
+
+class NoRate(Wide):
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), rate=0.1)
+
+
+class Guarded(Wide):
+    def training_step(self, batch, batch_idx):
+        loss = self.layer(batch[0]).mean()
+        raise ValueError("no gradient" if loss.requires_grad else "no loss")
+
+
+@pytest.mark.parametrize("device", ["this machine", "T4-16GB"])
+@pytest.mark.parametrize("made", [WrongShape, MissingKey, NoRate, Guarded])
+def test_an_error_of_the_step_is_the_answer_as_a_fit_gives_it(config, made, device):
+    with pytest.raises(TrialError) as fitted:
+        fit(config(), made, many()).wait()
+    with pytest.raises(TrialError) as predicted:
+        predict_memory(config(), made, many, device=device)
+    assert str(predicted.value) in str(fitted.value)
+    assert "test_prediction.py, line" in str(predicted.value)
+    assert predicted.value.details.startswith("Traceback")
+
+
+def test_what_stops_for_want_of_a_gpu_stays_an_answer_for_one(config):
+    class ForGpus(Wide):
+        def training_step(self, batch, batch_idx):
+            raise RuntimeError("this kernel needs a CUDA device")
+
+    found = predict_memory(config(), ForGpus, many, device="T4-16GB")
+    assert (found.complete, found.breakdown["parameters"]) == (False, WEIGHTS)
+
+
 def test_what_does_not_grow_with_the_batch_is_run_at_the_batch_itself(config):
     class Chosen(Wide):
         def training_step(self, batch, batch_idx):

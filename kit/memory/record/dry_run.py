@@ -298,7 +298,7 @@ def _recorded(
         vars(trainer._logger_connector)["log_metrics"] = _log_nothing  # no fake tensor is a number
         look = look_for_real if run.for_real else look_at
         fake_batches = FakeBatches(recorder, answers, trainer, on_gpu and not run.for_real, look)
-        unknown, refused = "", False
+        unknown, refused, stopped = "", False, None
         try:
             with contextlib.ExitStack() as entered:
                 entered.enter_context(not_traced(answers))
@@ -317,12 +317,12 @@ def _recorded(
         except KitError:
             raise
         except Exception as error:
-            unknown, refused = reason(error, recorder), _is_refusal(error)
+            unknown, refused, stopped = reason(error, recorder), _is_refusal(error), error
             if recorder.stopped:
                 hooks.notes.append(f"the training ended with {unknown}, after what was recorded")
                 unknown = ""
     if unknown and run.for_real:
-        raise NotRunError(unknown)
+        raise NotRunError(unknown) from stopped
     size = fake_batches.batch_size or batch_size or run.config.loader.batch_size
     rounding_bytes = 512 if on_gpu else 1
     if unknown:
