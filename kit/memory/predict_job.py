@@ -257,6 +257,7 @@ class Patience:
 # -- for real
 
 _OF_DEVICES = re.compile(r"cuda|gpu|nvidia|rocm|triton|alloc|memory", re.IGNORECASE)
+_LINE = re.compile(r" at \S+:\d+$")
 SMALL_BATCHES = (2, 3)
 """Samples that steps are run for real with."""
 _FREE_FRACTION = 0.5
@@ -318,7 +319,7 @@ class RealSteps:
         """Whether steps that stopped on the CPU too would stop wherever they run: with an error of the same type at the
         same line that is not about a device or its memory, and that no code raises which looks at weights not sent."""
         errors = dry.facts["unknown"], stopped
-        types, lines = {one.partition(":")[0] for one in errors}, {one.rpartition(" at ")[2] for one in errors}
+        types, lines = {one.partition(":")[0] for one in errors}, {tuple(_LINE.findall(one)) for one in errors}
         is_guard = self._is_instance and dry.facts["refused"]
         return len(types) == len(lines) == 1 and not is_guard and not any(map(_OF_DEVICES.search, errors))
 
@@ -400,12 +401,14 @@ class RealSteps:
             return self._scaling.at(batch_size), self._run_for
         if batch_size <= max(SMALL_BATCHES):
             return self._recorded(batch_size), (batch_size,)
+        first = self._first
         try:
-            first = self._first = self._first or self._recorded(SMALL_BATCHES[0])
+            first = self._first = first or self._recorded(SMALL_BATCHES[0])
         except NotRunError as error:
             if self._patience.message or str(error) == dry.facts["unknown"]:
                 raise
-            return self._recorded(batch_size), (batch_size,)  # some steps need more samples
+        if first is None:  # some steps need more samples; an error of these has nothing to do with the one before
+            return self._recorded(batch_size), (batch_size,)
         seconds = [SMALL_BATCHES[1], batch_size]
         for second in seconds if dry.facts["unknown"] else reversed(seconds):
             if second == batch_size and not self._has_room(first, dry, free_bytes):
