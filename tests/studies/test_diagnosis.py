@@ -814,7 +814,7 @@ def test_a_trial_of_warm_up_steps_only_cannot_be_diagnosed(config):
 
 
 def test_a_failed_trial_is_not_diagnosed(config):
-    trial = kit.fit(config().replace({"model.arguments": {"faults": {}}}), "kit.testing:FaultyModule", TinyData)
+    trial = kit.fit(config().replace({"model.arguments": {"faults": {}}}), "faulty:FaultyModule", TinyData)
     trial.wait()
     missing = Config().replace({"data.url": "nowhere.zarr"})
     with pytest.raises(kit.KitError, match=r"nowhere\.zarr"):

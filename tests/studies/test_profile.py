@@ -3,11 +3,12 @@
 import json
 
 import pytest
+from faulty import FaultyModule
 
 from kit.charts.pipeline import profile_figure
 from kit.errors import ConfigError, KitError, TrialError
 from kit.studies.profiling.profile import Profile, profile, profile_folder
-from kit.testing import FaultyModule, TinyData, TinyModule
+from kit.testing import TinyData, TinyModule
 
 
 class Chatty(TinyModule):
