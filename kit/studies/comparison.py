@@ -26,12 +26,11 @@ from kit.records.results import Results
 from kit.records.row import UNREADABLE, Row, config_of, flat, row_of
 from kit.registry import Drawable
 from kit.studies.repeats import Tried
-from kit.tables import cell, html_list, html_table, text_table
+from kit.tables import MISSING, cell, html_list, html_table, text_table
 from kit.trial.directory import RunPaths, find_runs, runs_folder
 from kit.trial.trial import ENDED, Trial
 from kit.units import format_bytes
 
-_MISSING = "–"
 _FEW = 4
 _ENDED_WELL = ("COMPLETE", "STOPPED")
 NO_DIFFERENCE = (
@@ -63,7 +62,7 @@ class Figure:
 
     def text(self, form: Callable[[float], str]) -> str:
         if not self.values:
-            return _MISSING
+            return MISSING
         return form(self.mean) + ("" if math.isnan(self.spread) else f" ± {form(self.spread)}")
 
 
@@ -153,7 +152,7 @@ class Comparison(Drawable):
             settings = [setting_text(values[place]) for values in self.differences.values()]
             figures = [group.figure(quantity.column).text(quantity.form) for quantity in self.quantities]
             speed = group.figure(SPEED).mean / first
-            against = _MISSING if math.isnan(speed) else f"{speed:.2f} ×"
+            against = MISSING if math.isnan(speed) else f"{speed:.2f} ×"
             scaling = [cell(self.scaling_efficiency(group), "{:.2f}".format)] if scales else []
             rows.append([group.name, str(len(group.rows)), *settings, *figures, against, *scaling])
         return rows
@@ -333,7 +332,7 @@ def _config(row: Row) -> Config:
 def setting_text(value: Any) -> str:
     """The value of a field in a table."""
     if value is None or value == "" or value == {}:
-        return _MISSING
+        return MISSING
     if isinstance(value, dict):
         return ", ".join(f"{name}: {item}" for name, item in value.items())
     return ", ".join(map(str, value)) if isinstance(value, tuple) else str(value)
