@@ -1,10 +1,6 @@
 """compare: runs beside each other, grouped by config: what differs, how fast, how much memory, mean ± spread.
 
-Runs of one config, module and data are repeats of each other, and stand as one group with the mean and the sample
-standard deviation of their figures; a single run has no spread. Groups are held against the first. Fields that only say
-where and how a run is kept are no difference. Scaling efficiency is throughput over that of the group of the fewest
-devices, over the ratio of devices, among groups that differ in their devices only; with a fixed batch a device this is
-weak scaling: 1 is perfect.
+The spread is the sample standard deviation of the repeats of a config; a single run has none.
 """
 
 from __future__ import annotations
