@@ -11,6 +11,7 @@ import json
 import os
 import re
 import threading
+from collections.abc import Iterator, Mapping
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
@@ -63,6 +64,15 @@ def write_whole(path: Path, content: str | bytes) -> Path:
     except BaseException:
         draft.unlink(missing_ok=True)
         raise
+
+
+def leaves(values: Mapping[str, Any], within: str = "") -> Iterator[tuple[str, Any]]:
+    """(dotted name, value) of each value of nested mappings."""
+    for key, value in values.items():
+        if isinstance(value, Mapping) and value:
+            yield from leaves(value, f"{within}{key}.")
+        else:
+            yield f"{within}{key}", value
 
 
 def _whole(digits: str) -> int:

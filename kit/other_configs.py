@@ -17,6 +17,7 @@ from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 from kit.errors import ConfigError
+from kit.json_text import leaves
 from kit.tables import html_table, text_table
 
 if TYPE_CHECKING:
@@ -211,7 +212,7 @@ def changes_of(source: Mapping[str, Any] | str) -> tuple[str, dict[str, Any], tu
         tool, given, defaults = "AI-OS", dict(_flags(source)), _AIOS_DEFAULTS
         table, changes = _aios_table(given), {"model.target": _GPT if _is_gpt(given) else _TRANSFORMER}
     elif source.keys() & SECTIONS:
-        tool, given, defaults = "BaseModel", dict(_leaves(source)), _BASEMODEL_DEFAULTS
+        tool, given, defaults = "BaseModel", dict(leaves(source)), _BASEMODEL_DEFAULTS
         table, changes = _BASEMODEL, {"model.target": _SKETCH}
     else:
         known = ", ".join(sorted(SECTIONS))
@@ -264,15 +265,6 @@ def _put(changes: dict[str, Any], path: str, value: Any) -> None:
         changes.setdefault(f"{section}.arguments", {})[argument] = value
     else:
         changes[path] = value
-
-
-def _leaves(values: Mapping[str, Any], within: str = "") -> Iterator[tuple[str, Any]]:
-    """(dotted name, value) of each setting."""
-    for key, value in values.items():
-        if isinstance(value, Mapping) and value:
-            yield from _leaves(value, f"{within}{key}.")
-        else:
-            yield f"{within}{key}", value
 
 
 def _flags(command: str) -> Iterator[tuple[str, Any]]:

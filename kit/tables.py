@@ -22,11 +22,12 @@ from kit.errors import ConfigError
 from kit.units import format_bytes, format_count, format_seconds
 
 Row = TypeVar("Row")
-_RULE = "1px solid var(--jp-border-color2, #ccc)"
+RULE = "1px solid var(--jp-border-color2, #ccc)"
 _SHORT = 12
 """Letters of a cell that never wraps: as long as numbers with their units are."""
 _SHORT_CAPTION = 60
 _MARK = "background: var(--jp-rendermime-table-row-hover-background, rgba(86, 180, 233, 0.25)); font-weight: bold"
+MISSING = "–"
 FRAME = "color: var(--jp-ui-font-color1, #222); font-variant-numeric: tabular-nums"
 
 
@@ -61,7 +62,7 @@ def html_table(
     """
     above = html_groups(groups) if groups else ""
     head = "".join(
-        f'<th scope="col" style="{_cell(c, dense, wraps=dense)}; vertical-align: bottom; border-bottom: {_RULE}">'
+        f'<th scope="col" style="{_cell(c, dense, wraps=dense)}; vertical-align: bottom; border-bottom: {RULE}">'
         f"{escape(name)}</th>"
         for c, name in enumerate(columns)
     )
@@ -86,7 +87,7 @@ def _one_line(caption: str) -> str:
 
 def cell(value: float | None, form: Callable[[float], str] = format_bytes) -> str:
     """A number as text; a dash where it is not known."""
-    return "–" if value is None else form(value)
+    return MISSING if value is None else form(value)
 
 
 def html_groups(groups: Sequence[str]) -> str:
@@ -119,7 +120,7 @@ def _row(cells: Sequence[str], mark: str, dense: bool, highlighted: Collection[i
 
 
 def _group(name: str, span: int) -> str:
-    rule = f"; border-bottom: {_RULE}" if name else ""
+    rule = f"; border-bottom: {RULE}" if name else ""
     style = f"text-align: center; padding: 0 3px; white-space: nowrap{rule}"
     return f'<th scope="colgroup" colspan="{span}" style="{style}">{escape(name)}</th>'
 
@@ -208,7 +209,6 @@ def table(rows: Mapping[str, Mapping[str, object]], caption: str = "") -> Table:
 
 
 _MANY = 5
-_MISSING = "–"
 _UNITS: dict[str, Callable[[float], str]] = {
     "_bytes_per_second": lambda value: f"{format_bytes(value)}/s",
     "_bytes": format_bytes,
@@ -227,7 +227,7 @@ def _heading(name: str) -> str:
 
 def _shown(name: str, value: object) -> str:
     if value is None or (isinstance(value, float) and math.isnan(value)):
-        return _MISSING
+        return MISSING
     if name.endswith("ratio") and isinstance(value, float):
         return f"{value:.2f}"
     if isinstance(value, bool) or not isinstance(value, int | float):

@@ -124,10 +124,8 @@ def _split(text: str) -> tuple[str, str]:
 
 def _hint(name: str, names: list[str] | set[str]) -> str:
     public = sorted(known for known in names if not known.startswith("_"))
-    close = difflib.get_close_matches(name, public, n=1)
-    if close:
-        return f"; did you mean {close[0]!r}?"
-    return f"; it has {', '.join(public[:12])}{' and more' if len(public) > 12 else ''}" if public else "; it is empty"
+    it_has = f"it has {', '.join(public[:12])}{' and more' if len(public) > 12 else ''}"
+    return did_you_mean(name, public, it_has if public else "it is empty")
 
 
 # -- finding

@@ -1,7 +1,5 @@
 """Charts of where time goes: the pipeline of a trial, and what its profilers saw.
 
-`pipeline_figure` is a Gantt, beside the waits and above bytes and requests/s.
-
 `kit.records.trace.pipeline_info` turns events into numbers, `draw_pipeline` the numbers into one figure. Rows stand
 for set-up, get batch, train and epoch, with a lane for each rank (and for batches read at the same time). Waiting for
 data has one colour wherever it appears: in the gaps of *train* and in the histogram. The title is the finding. A limit

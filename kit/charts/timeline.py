@@ -4,10 +4,6 @@ The clock is bytes: a moment lies where as many bytes have been allocated since 
 that are allocated until the end. A prediction has no seconds and a measurement has, but both allocate the same blocks
 in the same order, so on this clock they lie on top of each other where the prediction is right. Heights are allocated
 bytes. Of every stretch of the clock the highest moment is kept, so the peak is never averaged away.
-
-`breakdown_figure` compares estimates as stacked bars, `timeline_figure` shows one of them over time, and
-`memory_figure` has both below each other. They take what `kit.predict_memory` returns, or a trial, with its prediction
-and its measurement.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """predict_memory: what a configuration needs of a device, answered before it runs and without that device.
 
-A child process dry-runs the actual Trainer for two optimizer steps on fake tensors; this process plays the recording
-through the device's allocator. Nothing is allocated, no GPU is touched, the kernel imports no torch, and the process
-and its directory are gone when the answer is there. Equal queries are answered at once.
+Nothing is allocated, no GPU is touched, the kernel imports no torch, and the process of the dry run and its directory
+are gone when the answer is there. Equal queries are answered at once.
 """
 
 from __future__ import annotations

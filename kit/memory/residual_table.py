@@ -1,8 +1,7 @@
 """How far predictions of memory were from what was measured, by machine and device.
 
-A ratio is measured / predicted. Every run directory that holds both a prediction and a measurement counts; a prediction
-without activations does not. The rank that needed most is the one compared, as it decides whether a device suffices.
-Only JSON is read. A run that cannot be read is skipped here and shown as such by `kit.results()`.
+A ratio is measured / predicted. Only JSON is read. A run that cannot be read is skipped here and shown as such by
+`kit.results()`.
 """
 
 from __future__ import annotations
@@ -113,8 +112,8 @@ _EMPTY = "No run holds both a prediction and a measurement of memory yet; kit.fi
 def residuals(folder: str | Path = "runs") -> ResidualTable:
     """How far memory predictions were from measurements so far, by machine and device.
 
-    Every run directory counts that has a measurement and a complete prediction. Of several ranks the one with the
-    highest peak is compared, since it decides whether a device suffices.
+    Every run directory counts that has a measurement and a complete prediction, one with activations. Of several
+    ranks the one with the highest peak is compared, since it decides whether a device suffices.
 
     Args:
         folder: The folder of run directories. A relative one starts at the project folder.

@@ -4,7 +4,7 @@ from typing import TYPE_CHECKING, Any
 
 from kit.models.gpt import GPT, Tokens
 from kit.models.unet import UNet
-from kit.models.zoo import Encoder, Field, RandomData, Recommender, Recurrent, ResNet, Sketches, SketchModel
+from kit.models.zoo import Encoder, Field, RandomData, Recommender, Recurrent, ResNet, SketchModel
 from kit.registry import load_file
 
 if TYPE_CHECKING:  # what opens stores is loaded when it is first used
@@ -19,7 +19,6 @@ __all__ = [
     "Recurrent",
     "ResNet",
     "SketchModel",
-    "Sketches",
     "TextData",
     "Tokens",
     "UNet",

@@ -37,7 +37,7 @@ from kit.json_text import write_whole
 from kit.memory.alongside import is_predicting
 from kit.records.ratios import COUNTED, SPEED, SpeedRange, doubt, doubt_note, speed_key, speed_range, with_speeds
 from kit.records.row import COLUMNS, MAPPINGS, UNREADABLE, Row, flat, row_of, speed_of_operators
-from kit.tables import FRAME, ResultRows, html_groups, text_table
+from kit.tables import FRAME, MISSING, RULE, ResultRows, html_groups, text_table
 from kit.trial.directory import CALIBRATIONS, RunPaths, find_runs, runs_folder
 from kit.trial.submit import notebook_here
 from kit.trial.trial import ENDED, Trial
@@ -258,9 +258,7 @@ def _value_of(name: str) -> Callable[[Row], Any]:
 Values = Mapping[str, Any]
 MOST_ROWS, _MOST_NOTES = 100, 5
 UNDER_WAY = "under way"
-_MISSING = "–"
 _COMPARED = ("predicted", "measured", "ratio")
-_RULE = "1px solid var(--jp-border-color2, #ccc)"
 
 
 class TableColumn(NamedTuple):
@@ -325,7 +323,7 @@ def _table_html(
         return f"<tr>{''.join(cells)}</tr>"
 
     groups = html_groups([columns[place].group for place in places])
-    titles = line('th scope="col"', (columns[place].title for place in places), f"; border-bottom: {_RULE}")
+    titles = line('th scope="col"', (columns[place].title for place in places), f"; border-bottom: {RULE}")
     body = "".join(line("td", (row[place] for place in places)) for row in cells)
     return (
         f'<table style="border-collapse: collapse; margin: 4px 0; font-size: {size}">'
@@ -368,7 +366,7 @@ def _settings_words(config: Mapping[str, Any], paths: Sequence[str]) -> str:
         label = (name if section in _CLEAR_SECTIONS else f"{section} {name}").replace("_", " ").strip()
         words.append(f"{label} {_ON_OFF.get(str(config.get(path)), config.get(path))}")
     more = [f"{len(words) - _MOST_SETTINGS} more"] if len(words) > _MOST_SETTINGS else []
-    return ", ".join([*words[:_MOST_SETTINGS], *more]) or _MISSING
+    return ", ".join([*words[:_MOST_SETTINGS], *more]) or MISSING
 
 
 def _table(rows: Sequence[Values]) -> tuple[list[TableColumn], list[list[str]]]:
@@ -377,7 +375,7 @@ def _table(rows: Sequence[Values]) -> tuple[list[TableColumn], list[list[str]]]:
     kept = {
         column: cells
         for column, cells in columns.items()
-        if column.title == "trial" or any(cell != _MISSING for cell in cells)
+        if column.title == "trial" or any(cell != MISSING for cell in cells)
     }
     return list(kept), [list(cells) for cells in zip(*kept.values(), strict=True)]
 
@@ -407,7 +405,7 @@ def _notes(shown: Sequence[Values], count: int, more_words: str) -> list[str]:
 
 
 def _cell(name: str, form: Callable[[Any], str] = str) -> Callable[[Values], str]:
-    return lambda row: _MISSING if row[name] is None else form(row[name])
+    return lambda row: MISSING if row[name] is None else form(row[name])
 
 
 def _run(row: Values) -> str:
@@ -417,7 +415,7 @@ def _run(row: Values) -> str:
 def _kind(row: Values) -> str:
     """Nothing for a trial: most are."""
     words = f"profile ({row['profiler']})" if row["profiler"] else row["kind"]
-    return _MISSING if words in (None, "trial") else words
+    return MISSING if words in (None, "trial") else words
 
 
 def _state(row: Values) -> str:
@@ -426,7 +424,7 @@ def _state(row: Values) -> str:
 
 def _devices(row: Values) -> str:
     if row["world_size"] is None:
-        return _MISSING
+        return MISSING
     strategy = "" if row["strategy"] == "none" else f"{row['strategy']}, "
     return f"{strategy}{row['world_size']} × {(row['accelerator'] or 'device').upper()}"
 
@@ -445,7 +443,7 @@ def _is_lower_bound(row: Values) -> bool:
 def _reserved_predicted(row: Values) -> str:
     """None on the CPU, whose allocator reserves nothing that could be measured."""
     on_cpu = row["accelerator"] == "cpu" and row["device_reserved_bytes_measured"] is None
-    return _MISSING if on_cpu else _cell("device_reserved_bytes_predicted", format_bytes)(row)
+    return MISSING if on_cpu else _cell("device_reserved_bytes_predicted", format_bytes)(row)
 
 
 def _triple(
@@ -462,7 +460,7 @@ def _triple(
 
 def _speed_measured(row: Values) -> str:
     """Beside a prediction: it stands in a column of its own too."""
-    return _MISSING if row[f"{SPEED}_predicted"] is None else _cell(SPEED, format_count)(row)
+    return MISSING if row[f"{SPEED}_predicted"] is None else _cell(SPEED, format_count)(row)
 
 
 def _ratio(row: Values, quantity: str) -> str:
@@ -480,7 +478,7 @@ _SHOWN = {
     "loader.batch_size",
 }  # fmt: skip
 """Fields of a config that the table shows in columns of their own."""
-_DIFFERS = TableColumn("", "what differs", lambda _: _MISSING, wraps=True)
+_DIFFERS = TableColumn("", "what differs", lambda _: MISSING, wraps=True)
 """Its cells depend on the other rows."""
 _COLUMNS = (
     TableColumn("", "trial", _run, wraps=True),

@@ -265,11 +265,6 @@ def metrics_of(events: Iterable[Event]) -> dict[str, Series]:
     return {name: (tuple(values), tuple(values.values())) for name, values in sorted(found.items())}
 
 
-def memory_info(events: Iterable[Event], config: Config) -> MemoryInfo:
-    """Memory per rank over the steps of these events."""
-    return trace_of(events, config).memory()
-
-
 def throughput_info(events: Iterable[Event], config: Config) -> ThroughputInfo:
     """Throughput over all ranks, and where the time went, over the steps of these events."""
     return trace_of(events, config).throughput()

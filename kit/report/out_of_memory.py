@@ -29,10 +29,10 @@ from kit.memory.replay.estimate import MemoryEstimate, clock_of
 from kit.memory.replay.replay import replay as play
 from kit.memory.replay.replay import with_cublas_workspaces
 from kit.memory.replay.snapshot import NO_LINE, DeviceMemory, load_snapshot, moment_of, predicted_holdings
-from kit.report.page import MISSING, counted, figure_html, html_page
+from kit.report.page import counted, figure_html, html_page
 from kit.studies.scaling.escalation import Recommendation, RunTarget
 from kit.studies.scaling.recommend import recommend
-from kit.tables import html_list, html_table
+from kit.tables import MISSING, html_list, html_table
 from kit.trial.directory import contents_to_run
 from kit.trial.payload import unpack
 from kit.trial.submit import versions

@@ -30,7 +30,7 @@ from kit.records.results import Results, speed_before
 from kit.records.row import Row, predicted_of, without_secrets
 from kit.studies.comparison import Comparison, compare, setting_text
 from kit.studies.repeats import Tried
-from kit.tables import FRAME, html_list, html_table, html_warnings
+from kit.tables import FRAME, MISSING, html_list, html_table, html_warnings
 from kit.trial.settings_used import settings_used
 from kit.trial.submit import versions
 from kit.trial.trial import Trial
@@ -43,7 +43,6 @@ MOST_CLOSE = 6
 """Trials that are shown closely, about a third of a megabyte each."""
 _MARK = '<meta name="generator" content="kit.html_report">'
 _MARK_BYTES = 2000
-MISSING = "–"
 _NOT_ASKED = ("name", "trial.folder")
 _STYLE = Path(__file__).with_name("html_report.css").read_text(encoding="utf-8")
 _POLICY = "default-src 'none'; style-src 'unsafe-inline'; img-src data:"

@@ -178,19 +178,11 @@ def _recurrent(call: OperatorCall) -> int:
     return 2 * math.prod(source.shape[:-1]) * (weight.elements + hidden.elements)
 
 
-def _recurrent_backward(call: OperatorCall) -> int:
-    return 2 * _recurrent(call)
-
-
 def _cudnn(call: OperatorCall) -> int:
     """Of each step of each sequence, in all layers: it meets every matrix of weights."""
     source, weights = call.arguments[:2]
     matrices = sum(spec.elements for spec in weights if len(spec.shape) > 1)
     return int(2 * math.prod(source.shape[:-1]) * matrices)
-
-
-def _cudnn_backward(call: OperatorCall) -> int:
-    return 2 * _cudnn(call)
 
 
 def _first_product(call: OperatorCall) -> int:
@@ -209,9 +201,9 @@ _FLOPS: tuple[tuple[str, Callable[[OperatorCall], int]], ...] = (
     ("_scaled_dot_product", _attention),
     ("convolution_backward", _convolution_backward),
     ("convolution", _convolution),
-    ("mkldnn_rnn_layer_backward", _recurrent_backward),
+    ("mkldnn_rnn_layer_backward", lambda call: 2 * _recurrent(call)),
     ("mkldnn_rnn_layer", _recurrent),
-    ("_cudnn_rnn_backward", _cudnn_backward),
+    ("_cudnn_rnn_backward", lambda call: 2 * _cudnn(call)),
     ("_cudnn_rnn", _cudnn),
     ("_grouped_mm", _first_product), ("_scaled_mm", _first_product), ("_scaled_grouped_mm", _first_product),
     ("linear", _linear),

@@ -1,10 +1,6 @@
 """compare: runs beside each other, grouped by config: what differs, how fast, how much memory, mean ± spread.
 
-Runs of one config, module and data are repeats of each other, and stand as one group with the mean and the sample
-standard deviation of their figures; a single run has no spread. Groups are held against the first. Fields that only say
-where and how a run is kept are no difference. Scaling efficiency is throughput over that of the group of the fewest
-devices, over the ratio of devices, among groups that differ in their devices only; with a fixed batch a device this is
-weak scaling: 1 is perfect.
+The spread is the sample standard deviation of the repeats of a config; a single run has none.
 """
 
 from __future__ import annotations
@@ -26,12 +22,11 @@ from kit.records.results import Results
 from kit.records.row import UNREADABLE, Row, config_of, flat, row_of
 from kit.registry import Drawable
 from kit.studies.repeats import Tried
-from kit.tables import cell, html_list, html_table, text_table
+from kit.tables import MISSING, cell, html_list, html_table, text_table
 from kit.trial.directory import RunPaths, find_runs, runs_folder
 from kit.trial.trial import ENDED, Trial
 from kit.units import format_bytes
 
-_MISSING = "–"
 _FEW = 4
 _ENDED_WELL = ("COMPLETE", "STOPPED")
 NO_DIFFERENCE = (
@@ -63,7 +58,7 @@ class Figure:
 
     def text(self, form: Callable[[float], str]) -> str:
         if not self.values:
-            return _MISSING
+            return MISSING
         return form(self.mean) + ("" if math.isnan(self.spread) else f" ± {form(self.spread)}")
 
 
@@ -153,7 +148,7 @@ class Comparison(Drawable):
             settings = [setting_text(values[place]) for values in self.differences.values()]
             figures = [group.figure(quantity.column).text(quantity.form) for quantity in self.quantities]
             speed = group.figure(SPEED).mean / first
-            against = _MISSING if math.isnan(speed) else f"{speed:.2f} ×"
+            against = MISSING if math.isnan(speed) else f"{speed:.2f} ×"
             scaling = [cell(self.scaling_efficiency(group), "{:.2f}".format)] if scales else []
             rows.append([group.name, str(len(group.rows)), *settings, *figures, against, *scaling])
         return rows
@@ -333,7 +328,7 @@ def _config(row: Row) -> Config:
 def setting_text(value: Any) -> str:
     """The value of a field in a table."""
     if value is None or value == "" or value == {}:
-        return _MISSING
+        return MISSING
     if isinstance(value, dict):
         return ", ".join(f"{name}: {item}" for name, item in value.items())
     return ", ".join(map(str, value)) if isinstance(value, tuple) else str(value)

@@ -102,11 +102,6 @@ class LeversCheck(Drawable):
             return None
         return before[-1 if self.cumulative else 0] - mine
 
-    def predicted_fraction(self, step: LeverStep) -> float | None:
-        """Predicted memory as a fraction of the first step's."""
-        first = self.steps[0].predicted_bytes
-        return step.predicted_bytes / first if first and step.predicted_bytes else None
-
     def speed_fraction(self, step: LeverStep) -> float | None:
         """Throughput as a fraction of the first step's, of runs in turn where there are some."""
         if step.tried is not None and step.tried.after.samples_per_second:

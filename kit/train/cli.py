@@ -21,7 +21,6 @@ URL may also be given outright: `--ckpt_path gs://bucket/run`.
 from __future__ import annotations
 
 import argparse
-import difflib
 import gc
 import logging
 import os
@@ -44,7 +43,7 @@ from kit.checkpoints.downloading import fetch_checkpoint
 from kit.checkpoints.parts import saved_at, signature
 from kit.checkpoints.uploading import latest_bundle
 from kit.config import Config
-from kit.errors import ConfigError, HardwareError, KitError, Problem, StoreError, TargetError, first_line
+from kit.errors import ConfigError, HardwareError, KitError, Problem, StoreError, TargetError, did_you_mean, first_line
 from kit.targets import find_target, signature_of
 from kit.train.choices import Entry
 from kit.train.one_lightning import use_one_lightning
@@ -180,8 +179,7 @@ def check_values(values: Values, where: str) -> Config | None:
     """
     unknown = [key for key in values if key not in _KEYS]
     if unknown:
-        close = difflib.get_close_matches(unknown[0], _KEYS, n=1)
-        hint = f"; did you mean {close[0]}?" if close else f"; there are {', '.join(_KEYS[:5])}"
+        hint = did_you_mean(unknown[0], _KEYS, f"there are {', '.join(_KEYS[:5])}")
         raise ConfigError([Problem(unknown[0], f"no part of a committed file{hint}")], where)
     for name in ("trainer", "model", "data"):
         if name in values and not isinstance(values[name], Mapping):
@@ -228,8 +226,7 @@ def _check_class(path: str, found: Values, where: str) -> None:
         return
     for argument in given or {}:
         if argument not in known:
-            close = difflib.get_close_matches(str(argument), known, n=1)
-            hint = f"; did you mean {close[0]}?" if close else f"; it takes {', '.join(known)}"
+            hint = did_you_mean(argument, known, "it takes {}")
             raise ConfigError([Problem(f"{path}.init_args.{argument}", f"{name} takes no such argument{hint}")], where)
 
 
@@ -292,8 +289,8 @@ def check_checkpoint(values: Values) -> None:
     try:
         found: Any = torch.load(given, "cpu", weights_only=True, mmap=True)
     except FileNotFoundError:
-        near = difflib.get_close_matches(Path(given).name, [file.name for file in Path(given).parent.glob("*")], n=1)
-        message = "is not there" + (f"; did you mean {near[0]}?" if near else "")
+        beside = [file.name for file in Path(given).parent.glob("*")]
+        message = "is not there" + did_you_mean(Path(given).name, beside, otherwise="")
     except Exception as error:  # whatever reading a file of another kind comes to
         named = re.search(r"GLOBAL (\S+)", str(error))
         message = f"is no checkpoint that can be read ({first_line(error)}); give one that a Trainer saved"

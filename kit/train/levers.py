@@ -12,7 +12,6 @@ no number.
 
 from __future__ import annotations
 
-import difflib
 import importlib
 import re
 import warnings
@@ -28,7 +27,7 @@ from torch.utils.checkpoint import checkpoint
 from typing_extensions import override
 
 from kit.config import Config
-from kit.errors import ConfigError, KitWarning, Problem
+from kit.errors import ConfigError, KitWarning, Problem, did_you_mean
 from kit.train.choices import Entry, lever_entries
 from kit.train.fsdp import class_name, find_blocks, outermost, repeated_blocks
 
@@ -178,8 +177,7 @@ def chosen_blocks(root: nn.Module, names: Sequence[str] | None) -> list[nn.Modul
         elif name in modules:
             found.add(modules[name])
         elif "." in name:
-            close = difflib.get_close_matches(name, modules, n=1)
-            hint = f"; did you mean {close[0]}?" if close else ""
+            hint = did_you_mean(name, modules, otherwise="")
             raise ConfigError([Problem("levers.checkpoint_blocks", f"{class_name(root)} holds no {name}{hint}")])
         else:
             classes.append(name)

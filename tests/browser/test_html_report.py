@@ -27,7 +27,7 @@ def report(tmp_path_factory):
     ):  # fmt: skip
         kit.fit(asked.replace(changes), TinyModule, TinyData).wait()
     with pytest.raises(TrialError):
-        kit.fit(asked.replace({"name": "faulty"}), "kit.testing:FaultyModule", TinyData).wait()
+        kit.fit(asked.replace({"name": "faulty"}), "faulty:FaultyModule", TinyData).wait()
     return kit.html_report(folder / "runs", folder / "report.html", title="Trials of a workshop")
 
 

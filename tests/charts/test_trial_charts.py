@@ -15,7 +15,7 @@ from kit.memory.replay.cards import DeviceTarget
 from kit.memory.replay.estimate import estimate as estimated
 from kit.memory.replay.replay import Recording
 from kit.records.ratios import SpeedRange
-from kit.records.trace import LARGEST_SERIES, PHASE_LABELS, PHASES, Trace, memory_info, throughput_info
+from kit.records.trace import LARGEST_SERIES, PHASE_LABELS, PHASES, Trace, throughput_info, trace_of
 
 MIB, GIB = 1 << 20, 1 << 30
 CPU = DeviceTarget(
@@ -33,7 +33,7 @@ def step(number, rank=0, seconds=0.1, wait=0.04, rss=500 * MIB, samples=8, **mor
 
 
 def test_memory_is_kept_per_rank_and_a_cpu_run_has_no_device_series():
-    info = memory_info([step(1, 0, rss=3 * MIB), step(1, 1, rss=5 * MIB), step(2, 0, rss=4 * MIB)], CONFIG)
+    info = trace_of([step(1, 0, rss=3 * MIB), step(1, 1, rss=5 * MIB), step(2, 0, rss=4 * MIB)], CONFIG).memory()
     assert info.ranks == (0, 1)
     assert info.host_rss_bytes[0] == ((1, 2), (3 * MIB, 4 * MIB))
     assert info.peak("host_rss_bytes") == 5 * MIB
@@ -65,17 +65,17 @@ def test_nothing_measured_is_said_so():
     info = throughput_info([step(1)], CONFIG)
     assert math.isnan(info.mean_samples_per_second)
     assert "nothing measured yet" in info.sentence
-    assert "nothing measured yet" in memory_info([], CONFIG).sentence
+    assert "nothing measured yet" in trace_of([], CONFIG).memory().sentence
 
 
 def test_numbers_that_are_not_finite_are_left_out():
-    info = memory_info([step(1, rss="nan"), step(2, rss=None), step(3, rss=MIB)], CONFIG)
+    info = trace_of([step(1, rss="nan"), step(2, rss=None), step(3, rss=MIB)], CONFIG).memory()
     assert info.host_rss_bytes[0] == ((3,), (MIB,))
 
 
 def test_a_long_series_is_binned_without_losing_its_peak():
     events = [step(n, rss=(7 * GIB if n == 1234 else GIB)) for n in range(1, 5001)]
-    info, throughput = memory_info(events, CONFIG), throughput_info(events, CONFIG)
+    info, throughput = trace_of(events, CONFIG).memory(), throughput_info(events, CONFIG)
     assert len(info.host_rss_bytes[0][0]) <= LARGEST_SERIES
     assert info.peak("host_rss_bytes") == 7 * GIB
     assert len(throughput.steps) <= LARGEST_SERIES
@@ -138,7 +138,7 @@ def test_limits_only_grow():
 
 def test_the_peak_a_rank_reports_at_its_end_counts_and_does_not_move_the_chart():
     ended = {"kind": "fit_ended", "time": 9.0, "rank": 0, "peak_host_rss_bytes": 3 * GIB}
-    info = memory_info([step(1, rss=GIB), ended], CONFIG)
+    info = trace_of([step(1, rss=GIB), ended], CONFIG).memory()
     assert info.peak("host_rss_bytes") == 3 * GIB
     assert info.largest("host_rss_bytes") == GIB
 

@@ -151,7 +151,7 @@ def test_without_a_committed_config_data_keeps_what_it_was_given(rows):
 def test_an_argument_that_rows_do_not_take_is_refused_before_anything_is_read(rows):
     committed = kit.commit(rows, data="kit.data:RowData")
     committed.file.write_text(committed.text.replace("row_block: 4", "row_blok: 4"))
-    says = r"data.init_args.row_blok: kit.data.RowData takes no such.*did you mean row_block"
+    says = r"data.init_args.row_blok: kit.data.RowData takes no such.*did you mean .row_block"
     with pytest.raises(ConfigError, match=says):
         check_files(["fit", "--config", str(committed.file)])
 

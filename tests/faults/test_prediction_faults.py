@@ -12,6 +12,7 @@ import time
 import psutil
 import pytest
 import torch
+from faulty import FaultyModule
 from test_trial_faults import assert_all_gone
 from torch._subclasses.fake_tensor import FakeTensor
 from trial_fixtures import ranks_alive
@@ -25,7 +26,7 @@ from kit.memory.predict_job import Patience
 from kit.memory.prediction import predict_memory
 from kit.memory.record.dry_run import DryRun, record
 from kit.memory.recordings import UnansweredError
-from kit.testing import FaultyModule, TinyData, TinyModule
+from kit.testing import TinyData, TinyModule
 
 DATA = "kit.testing:TinyData"
 

@@ -13,6 +13,7 @@ import time
 
 import psutil
 import pytest
+from faulty import FaultyModule
 from gated import Gated
 from trial_fixtures import is_alive, last_steps, steps_taken
 from waiting import PATIENCE_SECONDS, wait_until
@@ -20,7 +21,7 @@ from waiting import PATIENCE_SECONDS, wait_until
 from kit.errors import TrialError, TrialStopped
 from kit.events import EventWriter
 from kit.memory.alongside import fit
-from kit.testing import FaultyModule, TinyData, TinyModule
+from kit.testing import TinyData, TinyModule
 from kit.trial import client
 from kit.trial.supervisor import LOG_BYTES
 from kit.trial.trial import Trial
@@ -35,7 +36,7 @@ def start(config, faults=None, seconds=0.0, **data):
 @pytest.mark.parametrize(
     ("ranks", "where", "fault", "cause", "message"),
     [
-        (1, (0, 4), "raise", "error", r"^ValueError: a scripted fault \(testing.py, line \d+, in _raise\)"),
+        (1, (0, 4), "raise", "error", r"^ValueError: a scripted fault \(faulty.py, line \d+, in _raise\)"),
         (2, (1, 4), "raise", "error", r"^ValueError: a scripted fault"),
         (1, (0, 4), "kill", "killed", r"^rank 0 .*SIGKILL from outside .*step 3"),
         (2, (1, 4), "kill", "killed", r"^rank 1 .*SIGKILL from outside .*step 3"),
@@ -44,7 +45,7 @@ def start(config, faults=None, seconds=0.0, **data):
             (1, 4),
             "segfault",
             "killed",
-            r"^rank 1 .*SIGSEGV \(segmentation fault\) .*step 3, at testing.py",
+            r"^rank 1 .*SIGSEGV \(segmentation fault\) .*step 3, at faulty.py",
         ),
         (1, (0, 4), "exit0", "error", r"^rank 0 .*exit code 0 .*step 3"),
         (2, (1, 4), "exit0", "error", r"^rank 1 .*exit code 0 .*step 3"),
@@ -75,7 +76,7 @@ def test_the_error_shown_holds_the_users_traceback_and_the_log(config):
     with pytest.raises(TrialError) as caught:
         trial.wait(PATIENCE_SECONDS)
     shown = caught.value._render_traceback_()
-    assert shown[0].startswith("TrialError: ValueError: a scripted fault (testing.py")
+    assert shown[0].startswith("TrialError: ValueError: a scripted fault (faulty.py")
     assert shown[0].endswith("[error]")
     assert any("raise ValueError" in line for line in shown)
     assert shown[-1] == f"Log: {trial.paths.log(0)}"
@@ -103,7 +104,7 @@ def keep_alive(trial, until):
 def test_a_rank_that_hangs_is_killed_and_its_stack_is_told(config, ranks, where, fault, place):
     trial = start(config(ranks, stall_seconds=3), {where: fault})
     keep_alive(trial, steps_taken(trial, 2))
-    with pytest.raises(TrialError, match=rf"progress for 3 s .*step 2: rank {where[0]} .*testing.py"):
+    with pytest.raises(TrialError, match=rf"progress for 3 s .*step 2: rank {where[0]} .*faulty.py"):
         trial.wait(PATIENCE_SECONDS)
     assert trial.cause == "stalled"
     assert f"in {place}" in trial.paths.log(where[0]).read_text()

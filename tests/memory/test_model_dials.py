@@ -146,12 +146,12 @@ def test_a_quality_is_turned_by_fractions_with_the_data_that_has_it_too(config):
             "data.arguments": {**SKETCHES, "batch_size": 4, "entities": 16},
         }
     )
-    dials = kit.memory.sizes(base, data="kit.models:Sketches")
+    dials = kit.memory.sizes(base, data="sketch_data:Sketches")
     assert dials[2].follows
     turned = base.replace(dials.changes(sketch_quality=1, hidden_dim=128))
     assert turned.data.arguments["sketch_quality"] == 1.0
-    assert kit.fit(turned, None, "kit.models:Sketches").wait(PATIENCE_SECONDS).state == "COMPLETE"
-    small, large = (kit.predict_memory(one, None, "kit.models:Sketches", device="T4-16GB") for one in (base, turned))
+    assert kit.fit(turned, None, "sketch_data:Sketches").wait(PATIENCE_SECONDS).state == "COMPLETE"
+    small, large = (kit.predict_memory(one, None, "sketch_data:Sketches", device="T4-16GB") for one in (base, turned))
     assert large.parameters - small.parameters > 2 * 2 * 4 * 112 * 64
     assert large.device_allocated_bytes > small.device_allocated_bytes
 

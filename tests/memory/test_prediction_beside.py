@@ -4,6 +4,7 @@ import os
 
 import pytest
 import torch
+from faulty import FaultyModule
 from lightning.pytorch import Callback
 from torch.utils.data import DataLoader, TensorDataset
 from trial_fixtures import ranks_alive
@@ -15,7 +16,7 @@ from kit.memory.prediction import predict_memory
 from kit.memory.residual_table import residuals
 from kit.records.results import results
 from kit.records.row import predicted_of
-from kit.testing import FaultyModule, TinyData, TinyModule
+from kit.testing import TinyData, TinyModule
 
 SECONDS = PATIENCE_SECONDS
 MODULE, DATA = "kit.testing:TinyModule", "kit.testing:TinyData"

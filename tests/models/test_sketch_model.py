@@ -5,12 +5,13 @@ import re
 
 import pytest
 import torch
+from sketch_data import Sketches
 
 import kit
 from kit.config import Config
 from kit.data.tables.features import DEPTH
 from kit.errors import ConfigError
-from kit.models import Sketches, SketchModel
+from kit.models import SketchModel
 from kit.train.fsdp import repeated_blocks
 
 SMALL = {"sketched_columns": 2, "numbers": 3, "categories": [5, 7], "sketch_quality": 0.125}
@@ -97,7 +98,7 @@ def test_a_quality_that_is_none_is_refused(quality):
         made(sketch_quality=quality)
 
 
-def test_random_entities_are_the_same_for_the_same_seed():
+def test_sketch_data_are_the_same_for_the_same_seed():
     one, again, other = batch_of(), batch_of(), batch_of(seed=1)
     torch.testing.assert_close(one, again)
     assert not torch.equal(one["sketch"], other["sketch"])

@@ -48,7 +48,7 @@ def trials(config):
     made.append(kit.fit(asked.replace(more), TinyModule, TinyData).wait())
     faulty = asked.replace({"name": "faulty", "model.arguments": {"seconds": 0.0}})
     with pytest.raises(TrialError):
-        kit.fit(faulty, "kit.testing:FaultyModule", TinyData).wait()
+        kit.fit(faulty, "faulty:FaultyModule", TinyData).wait()
     return made
 
 

@@ -30,7 +30,7 @@ def test_every_example_says_where_it_is_from_and_when():
 
 @pytest.mark.parametrize(
     ("wrong", "words"),
-    [("AWS H10", "did you mean 'AWS H100'"), ({"per_hour": 3}, "mean per_device_hour"), (-1, "no price"),
+    [("AWS H10", "did you mean 'AWS H100'"), ({"per_hour": 3}, "mean 'per_device_hour'"), (-1, "no price"),
      (True, "no price"), ([3], "no price")],
 )  # fmt: skip
 def test_prices_that_make_no_sense_are_refused(wrong, words):

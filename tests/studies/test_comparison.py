@@ -118,7 +118,7 @@ def test_before_and_after_a_change_stand_apart_though_their_config_is_the_same(c
 
 
 def test_a_trial_that_failed_is_named(config):
-    trial = kit.fit(config().replace({"model.arguments": {"seconds": 0.0}}), "kit.testing:FaultyModule", TinyData)
+    trial = kit.fit(config().replace({"model.arguments": {"seconds": 0.0}}), "faulty:FaultyModule", TinyData)
     with pytest.raises(TrialError):
         trial.wait()
     found = kit.studies.compare(trial)

@@ -35,7 +35,7 @@ LINE = {"place": "cell 3, line 4, in training_step", "calls": 4000, "syncs": 200
 def trace(device="cpu", copies=None, **gaps):
     return TraceInfo(
         path="x", rank=0, device=device, steps=3, window_seconds=1.0, busy_seconds=1 - sum(gaps.values()),
-        host_seconds=1.0, overlap_seconds=float("nan"), gaps=(), gap_seconds=gaps, operations=(), syncs_per_step=0,
+        gaps=(), gap_seconds=gaps, operations=(), syncs_per_step=0,
         memory={}, **(copies or {}),
     )  # fmt: skip
 
@@ -814,7 +814,7 @@ def test_a_trial_of_warm_up_steps_only_cannot_be_diagnosed(config):
 
 
 def test_a_failed_trial_is_not_diagnosed(config):
-    trial = kit.fit(config().replace({"model.arguments": {"faults": {}}}), "kit.testing:FaultyModule", TinyData)
+    trial = kit.fit(config().replace({"model.arguments": {"faults": {}}}), "faulty:FaultyModule", TinyData)
     trial.wait()
     missing = Config().replace({"data.url": "nowhere.zarr"})
     with pytest.raises(kit.KitError, match=r"nowhere\.zarr"):

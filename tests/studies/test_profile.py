@@ -3,11 +3,12 @@
 import json
 
 import pytest
+from faulty import FaultyModule
 
 from kit.charts.pipeline import profile_figure
 from kit.errors import ConfigError, KitError, TrialError
 from kit.studies.profiling.profile import Profile, profile, profile_folder
-from kit.testing import FaultyModule, TinyData, TinyModule
+from kit.testing import TinyData, TinyModule
 
 
 class Chatty(TinyModule):
@@ -41,7 +42,6 @@ def test_one_call_makes_the_files_of_all_three_and_reads_them(small, tmp_path):
     assert len([name for name in names if name.endswith(".pt.trace.json")]) == 1
     calls = {row["action"]: row["calls"] for row in found.actions}
     assert calls["[Strategy]SingleDeviceStrategy.training_step"] == 8
-    assert 0 < found.accounted_fraction <= 1
     # Among others, perhaps: how much of the time a function took is measured.
     assert ("nothing", 8 * 20_000) in [(row["function"], row["calls"]) for row in found.many_calls]
     assert found.trace.steps == 3

@@ -3,6 +3,7 @@ import re
 
 import pytest
 import torch
+from faulty import FaultyModule
 from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils.data import DataLoader, TensorDataset
@@ -11,7 +12,7 @@ import kit
 from kit.config import Config
 from kit.errors import ConfigError, TrialError
 from kit.studies.repeats import RunSource, Side, Tried
-from kit.testing import FaultyModule, TinyData, TinyModule
+from kit.testing import TinyData, TinyModule
 from kit.trial.submit import Altered
 
 

@@ -229,7 +229,7 @@ def test_half_of_the_blocks_keep_their_bytes_and_gradients_stay_equal():
 @pytest.mark.parametrize(
     ("blocks", "message"),
     [("6", "no repeated blocks 6; its 6 are numbered from 0 to 5"), ("4-2", "no repeated blocks 4-2"),
-     ("layers.7", r"no layers\.7; did you mean layers\.\d")],
+     ("layers.7", r"no layers\.7; did you mean 'layers\.\d")],
 )  # fmt: skip
 def test_a_block_that_is_not_there_is_refused(blocks, message):
     with pytest.raises(ConfigError, match=message):

@@ -47,7 +47,7 @@ def test_a_committed_file_passes(committed):
     ("before", "after", "error", "says"),
     [
         ("trainer:", "trainer: [", ConfigError, "line"),
-        ("\nmodel:", "\nmodle:", ConfigError, "modle: .*mean model"),
+        ("\nmodel:", "\nmodle:", ConfigError, "modle: .*mean 'model'"),
         ("kit.models.UNet", "kit.models.UNett", TargetError, "did you mean 'UNet'"),
         ("kit.models.UNet", "absent_package.Net", TargetError, "no package 'absent_package'"),
         ("kit.models.UNet", "UNet", ConfigError, "write package.module.Name"),

@@ -5,11 +5,12 @@ from contextlib import ExitStack
 
 import torch
 from lightning.pytorch import Callback, LightningModule
+from sketch_data import Sketches
 from torch import nn
 from torch.nn import functional
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
-from kit.models import GPT, Sketches, SketchModel, Tokens
+from kit.models import GPT, SketchModel, Tokens
 
 SIDE = 16
 _SKETCHES = {"sketched_columns": 1, "numbers": 3, "sketch_quality": 0.125}

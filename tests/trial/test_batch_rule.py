@@ -16,6 +16,7 @@ from any_data import (
     time_first,
     vectors,
 )
+from faulty import FaultyModule
 from lightning.pytorch.demos.boring_classes import BoringDataModule, RandomDataset, RandomIterableDataset
 from torch.utils.data import DataLoader
 from waiting import PATIENCE_SECONDS
@@ -25,7 +26,7 @@ from kit.data.patches.module import PatchData
 from kit.errors import KitWarning, TrialError
 from kit.memory import recordings
 from kit.memory.alongside import fit
-from kit.testing import FaultyModule, TinyData
+from kit.testing import TinyData
 from kit.trial.payload import Part, batch_rule
 from kit.widgets.panel import panel
 

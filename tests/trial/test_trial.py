@@ -9,6 +9,7 @@ import time
 import warnings
 
 import pytest
+from faulty import FaultyModule
 from gated import Gated
 from trial_fixtures import steps_taken
 from waiting import PATIENCE_SECONDS, remove, wait_until
@@ -17,7 +18,7 @@ import kit
 from kit.config import Config
 from kit.errors import ConfigError, EventLogError, HardwareError, KitWarning, StoreError, TargetError, TrialError
 from kit.memory.alongside import fit
-from kit.testing import FaultyModule, TinyData, TinyModule
+from kit.testing import TinyData, TinyModule
 from kit.trial.directory import RunPaths, find_runs
 from kit.trial.recorder import PARTS
 from kit.trial.trial import Trial, warm_up

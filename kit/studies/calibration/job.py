@@ -35,7 +35,7 @@ from lightning.pytorch import seed_everything
 
 from kit.config import Config
 from kit.confinement.confine import confine_process, confined
-from kit.errors import ConfigError, KitWarning, Problem, TrialError
+from kit.errors import ConfigError, KitWarning, Problem, TrialError, first_line
 from kit.machine.machine import Share, share
 from kit.machine.processes import die_with_parent
 from kit.studies.calibration.fresh import in_fresh_process
@@ -137,12 +137,8 @@ def _in_child(context: Context, data: dict[str, Any]) -> None:
         found = Calibration(chosen=None, error="the trial was stopped")
     except BaseException as error:
         traceback.print_exc()
-        found = Calibration(chosen=None, error=_first_line(error))
+        found = Calibration(chosen=None, error=first_line(error))
     found.save(context.paths.calibration)
-
-
-def _first_line(error: BaseException) -> str:
-    return (str(error).splitlines() or [type(error).__name__])[0]
 
 
 def _measured(context: Context, module: Part, data: dict[str, Any], reuse: bool) -> Calibration:
@@ -188,7 +184,7 @@ def _step(context: Context, module: Part, data: dict[str, Any], subject: Subject
     except ConfigError:
         raise
     except Exception as error:
-        why = _first_line(error)
+        why = first_line(error)
         return 0.0, [f"the fastest loader was looked for, since a step of the module could not be timed: {why}"]
     return found, [f"a step of the module takes {format_seconds(found)}, measured on batches in memory"]
 
@@ -355,7 +351,7 @@ class Sweep:
         except Exception as error:
             if not self._figures and not isinstance(error, ConfigError):
                 raise
-            self._dropped[str(request.setting)] = _first_line(error)
+            self._dropped[str(request.setting)] = first_line(error)
             return None
         self._report(replace(found, turns=int(again)))
         return found

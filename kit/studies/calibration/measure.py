@@ -21,9 +21,9 @@ import itertools
 import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from lightning.pytorch import LightningDataModule
@@ -234,35 +234,20 @@ Data = dict[str, Any]
 """What `Trainer.fit` takes: `datamodule`, or `train_dataloaders`."""
 
 
-class Subject(Protocol):
-    """The data of one rank."""
-
-    own: bool
-    """Whether kit's engine reads it."""
-    workers_change_nothing: bool
-    """Whether any number of processes gives the same samples."""
-
-    def present(self) -> LoaderSetting:
-        """Its setting as it is."""
-
-    def loader(self, setting: LoaderSetting, turn: int) -> AbstractContextManager[Iterable[Any]]:
-        """Its batches at a setting; another `turn` draws other samples where the order is random."""
-
-    def identity(self) -> dict[str, Any]:
-        """What must be the same for a result to hold, as JSON values."""
-
-
 class _KitSubject:
     """A data module of kit's own."""
 
     own: bool
+    """Whether kit's engine reads it."""
     workers_change_nothing = True
+    """Whether any number of processes gives the same samples."""
 
     def __init__(self, data: PatchData | RowData) -> None:
         self._data = data
 
     @contextmanager
     def loader(self, setting: LoaderSetting, turn: int) -> Iterator[Iterable[Any]]:
+        """Its batches at a setting; another `turn` draws other samples where the order is random."""
         tried = copy.copy(self._data)
         tried.config, tried.loader = self._data.config.replace(setting.changes), None
         loader = tried.train_dataloader()
@@ -280,10 +265,12 @@ class RowSubject(_KitSubject):
     _data: RowData
 
     def present(self) -> LoaderSetting:
+        """Its setting as it is."""
         loader = self._data.config.loader
         return LoaderSetting(num_workers=loader.num_workers, prefetch_factor=loader.prefetch_factor)
 
     def identity(self) -> dict[str, Any]:
+        """What must be the same for a result to hold, as JSON values."""
         rows = self._data.rows
         order = self._data.order().identity()
         return {"place": rows.place, "shape": [*rows.shape], "dtype": rows.stored_dtype, "order": order}
@@ -349,6 +336,10 @@ class TorchSubject:
             "class": f"{kind.__module__}.{kind.__qualname__}", "samples": size, "source": source,
             "batch_size": self._loader.batch_size or 0,
         }  # fmt: skip
+
+
+Subject = OwnSubject | RowSubject | TorchSubject
+"""The data of one rank."""
 
 
 def subject_of(data: Data) -> Subject:

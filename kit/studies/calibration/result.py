@@ -10,7 +10,7 @@ in the run directory, and another for each experiment name below the folder of r
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Self
@@ -18,7 +18,7 @@ from typing import Any, Self
 from kit.arguments import config_first
 from kit.config import Config
 from kit.errors import ConfigError, Problem, TrialError, TrialStopped
-from kit.json_text import read_json, write_json
+from kit.json_text import leaves, read_json, write_json
 from kit.registry import Drawable
 from kit.studies.calibration.rules import LoaderSetting, Measurement
 from kit.tables import html_list, html_table, text_table
@@ -165,7 +165,7 @@ def saved_path(config: Config) -> Path:
 
 def changed(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
     """What is no longer as it was, each as a sentence; empty when a result still holds."""
-    old, new = dict(_flat(before)), dict(_flat(now))
+    old, new = dict(leaves(before)), dict(leaves(now))
 
     def short(value: Any) -> str:
         text = "not there" if value is None else str(value)
@@ -173,14 +173,6 @@ def changed(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
 
     names = [name for name in {**old, **new} if old.get(name) != new.get(name)]
     return [f"{name} was {short(old.get(name))}, now {short(new.get(name))}" for name in names]
-
-
-def _flat(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    for name, value in values.items():
-        if isinstance(value, Mapping) and value:
-            yield from _flat(value, f"{prefix}{name}.")
-        else:
-            yield prefix + name, value
 
 
 @config_first

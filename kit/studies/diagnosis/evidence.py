@@ -21,7 +21,7 @@ from kit.errors import KitError
 from kit.events import Event, number
 from kit.machine.machine import hardware
 from kit.machine.processes import machine
-from kit.records.trace import BESIDE_TRAINING, merged
+from kit.records.trace import BESIDE_TRAINING, finite, merged
 from kit.speed.peaks import Peaks
 from kit.studies.diagnosis.sampler import MAKING
 from kit.studies.diagnosis.unit_costs import LOOP, PAGE, VALUE, Decoded, decoded, unit_costs
@@ -342,7 +342,7 @@ def timed_lines(host: Mapping[str, Any], shares: Mapping[str, float]) -> Mapping
 def shares_of(steps: Sequence[Event]) -> dict[str, float]:
     """The fraction of the time of these steps in each part."""
     names = {name for step in steps for name in step if name.endswith(_SUFFIX) and name not in _NO_PART}
-    seconds = {name.removesuffix(_SUFFIX): sum(_finite(step.get(name)) for step in steps) for name in sorted(names)}
+    seconds = {name.removesuffix(_SUFFIX): sum(finite(step.get(name)) for step in steps) for name in sorted(names)}
     total = sum(seconds.values()) or math.nan
     return {part: value / total for part, value in seconds.items()}
 
@@ -392,7 +392,7 @@ def _times(steps: Sequence[Event], computing: Mapping[int, float]) -> dict[str, 
         ranks[int(step["rank"])].append(step)
     parts_of = {
         rank: {
-            part: statistics.fmean(_finite(step.get(part + _SUFFIX)) for step in own)
+            part: statistics.fmean(finite(step.get(part + _SUFFIX)) for step in own)
             * computing.get(rank, 1.0)  # a rank that had no core is not slow
             for part in alone
         }
@@ -402,7 +402,7 @@ def _times(steps: Sequence[Event], computing: Mapping[int, float]) -> dict[str, 
     return {
         "errors": errors,
         "rank_parts": parts_of,
-        "step_seconds": sum(_finite(step["step_seconds"]) for step in steps) / len(steps),
+        "step_seconds": sum(finite(step["step_seconds"]) for step in steps) / len(steps),
         "shares": shares,
         "rank_seconds": {rank: math.fsum(own.values()) for rank, own in parts_of.items()},
     }
@@ -410,7 +410,7 @@ def _times(steps: Sequence[Event], computing: Mapping[int, float]) -> dict[str, 
 
 def _spent(steps: Sequence[Event], part: str) -> list[float]:
     """Seconds of a part, of each step; of what comes every so many steps, of those in which it came."""
-    found = [_finite(step.get(part + _SUFFIX)) for step in steps]
+    found = [finite(step.get(part + _SUFFIX)) for step in steps]
     longest = max(found)
     return [one for one in found if one >= longest / 10] if part in BESIDE_TRAINING else found
 
@@ -435,7 +435,7 @@ def _uneven(steps: Sequence[Event]) -> float | None:
     batches: defaultdict[Any, list[float]] = defaultdict(list)
     for step in steps:
         if "elements" in step:
-            batches[step.get("batch", step["step"])].append(_finite(step["elements"]))
+            batches[step.get("batch", step["step"])].append(finite(step["elements"]))
     together = [sizes for sizes in batches.values() if len(sizes) > 1 and max(sizes) > 0]
     return statistics.fmean(max(sizes) * len(sizes) / math.fsum(sizes) for sizes in together) if together else None
 
@@ -447,9 +447,9 @@ def _epoch_starts(steps: Sequence[Event]) -> float | None:
     first = [after for before, after in pairwise(own) if after.get("epoch", 0) != before.get("epoch", 0)]
     if not first:
         return None
-    usual = statistics.median(_finite(step["step_seconds"]) for step in own)
-    beyond = math.fsum(max(0.0, _finite(step["step_seconds"]) - usual) for step in first)
-    return beyond / (math.fsum(_finite(step["step_seconds"]) for step in own) or math.nan)
+    usual = statistics.median(finite(step["step_seconds"]) for step in own)
+    beyond = math.fsum(max(0.0, finite(step["step_seconds"]) - usual) for step in first)
+    return beyond / (math.fsum(finite(step["step_seconds"]) for step in own) or math.nan)
 
 
 def _growth(trial: Trial) -> float | None:
@@ -568,10 +568,10 @@ def _memory(trial: Trial, here: bool) -> dict[str, Any]:
     given = trial.config.hardware.device_memory_bytes
     host: dict[int, float] = {}
     for event in trial.steps:
-        host[event["rank"]] = max(host.get(event["rank"], 0.0), _finite(event.get("host_rss_bytes")))
+        host[event["rank"]] = max(host.get(event["rank"], 0.0), finite(event.get("host_rss_bytes")))
 
     def most(name: str) -> float | None:
-        return max((_finite(step.get(name)) for step in trial.steps), default=0.0) or None
+        return max((finite(step.get(name)) for step in trial.steps), default=0.0) or None
 
     return {
         "device_allocated_bytes": most("device_allocated_bytes") or measured_bytes(trial),
@@ -602,8 +602,3 @@ def _work(trial: Trial) -> CountedWork | None:
 
 
 _COUNTS = ("rows", "rows_used", "collectives", "collective_bytes")
-
-
-def _finite(value: Any) -> float:
-    found = number(value)
-    return found if math.isfinite(found) else 0.0

@@ -17,7 +17,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from typing_extensions import override
 
@@ -34,9 +34,6 @@ from kit.tables import html_list, html_table, text_table
 from kit.trial.submit import REHEARSAL, prepare
 from kit.trial.trial import Trial
 from kit.units import format_count, format_seconds
-
-if TYPE_CHECKING:
-    pass
 
 PASSES = ("simple", "advanced", "pytorch")
 MANY_CALLS, SHORT_CALL_SECONDS, MANY_CALLS_FRACTION = 1000, 20e-6, 0.03
@@ -142,12 +139,6 @@ class Profile(Drawable, Series):
             for row in found["functions"]
         ]  # fmt: skip
         return sorted(rows, key=lambda row: -row["own_seconds"])
-
-    @property
-    def accounted_fraction(self) -> float:
-        """Of the fit that is in the functions of the advanced pass; the least of all ranks, NaN without it."""
-        found = self._read("advanced")
-        return min((rank["accounted_seconds"] / rank["fit_seconds"] for rank in found), default=math.nan)
 
     @property
     def many_calls(self) -> list[Mapping[str, Any]]:

@@ -138,10 +138,6 @@ class TraceInfo:
     steps: int
     window_seconds: float
     busy_seconds: float
-    host_seconds: float
-    """In which the host was inside any operator."""
-    overlap_seconds: float
-    """In which host and GPU worked at once; NaN on the CPU."""
     gaps: tuple[Gap, ...]
     """Those long enough to be told apart."""
     gap_seconds: Mapping[str, float]
@@ -175,11 +171,6 @@ class TraceInfo:
     @property
     def busy_fraction(self) -> float:
         return self.busy_seconds / self.window_seconds
-
-    @property
-    def overlap_fraction(self) -> float:
-        """Of the window; NaN on the CPU."""
-        return self.overlap_seconds / self.window_seconds
 
     @property
     def tensor_core_fraction(self) -> float:
@@ -242,7 +233,6 @@ def trace_info(events: TraceEvents, path: str | Path) -> TraceInfo:
     operators, on_gpu = inside & events.of_kinds("cpu_op"), inside & events.of_kinds(*_DEVICE)
     device = "gpu" if on_gpu.any() else "cpu"
     causes = _annotations(events, inside)
-    host = _union(events, operators, low, high)
     working = operators & ~events.named("^c10d")
     on_cpu = without(_union(events, working, low, high), causes.get("data loading", NOTHING))
     busy = _union(events, on_gpu, low, high) if device == "gpu" else on_cpu
@@ -256,8 +246,7 @@ def trace_info(events: TraceEvents, path: str | Path) -> TraceInfo:
     steps = np.stack((events.begin[marks], events.end[marks]), axis=1)
     return TraceInfo(
         path=Path(path), rank=_rank(events, path), device=device, steps=len(steps) or 1,
-        window_seconds=(high - low) / 1e6, busy_seconds=length(busy) / 1e6, host_seconds=length(host) / 1e6,
-        overlap_seconds=length(both(host, busy)) / 1e6 if device == "gpu" else math.nan,
+        window_seconds=(high - low) / 1e6, busy_seconds=length(busy) / 1e6,
         gaps=tuple(
             Gap((begin - low) / 1e6, (end - low) / 1e6, cause)
             for begin, end, cause in sorted(

@@ -17,7 +17,6 @@ grams are of its own table of grids.
 
 from __future__ import annotations
 
-import difflib
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
@@ -134,9 +133,7 @@ def _checked(what: str, kind: type, values: Mapping[str, Any]) -> dict[str, Any]
     known = [item.name for item in fields(kind)]
     for name in values:
         if name not in known:
-            close = difflib.get_close_matches(name, known, n=1)
-            hint = f"; did you mean {close[0]}?" if close else f"; there are {', '.join(known)}"
-            raise ConfigError([Problem(f"{what}.{name}", f"unknown{hint}")])
+            raise ConfigError([Problem(f"{what}.{name}", f"unknown{did_you_mean(name, known, 'there are {}')}")])
     return dict(values)
 
 
