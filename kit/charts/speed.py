@@ -26,7 +26,6 @@ from kit.speed.work import KINDS
 from kit.units import format_bytes, format_seconds
 
 if TYPE_CHECKING:
-    from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
     from kit.speed.prediction import SpeedEstimate
@@ -136,7 +135,8 @@ def _lines(estimate: SpeedEstimate) -> list[str]:
 
 def _columns(estimate: SpeedEstimate) -> tuple[list[int], list[float]]:
     """(operators,) kinds and seconds."""
-    return estimate.time.step.kind.tolist(), estimate.time.operator_seconds.tolist()
+    time = estimate.time
+    return time.step.kind.tolist(), (time.operator_seconds * estimate.correction).tolist()
 
 
 def _short(line: str) -> str:
@@ -162,7 +162,7 @@ def _shown(estimate: SpeedEstimate, bars: Bars) -> Bars:
     """The bars that are seen, and the waits of the device."""
     least = _LEAST * (estimate.step_seconds or 1.0)
     shown = {name: parts for name, parts in bars.items() if sum(parts.values()) > least}
-    waits = {f"(waits for {name})": spent for name, spent in estimate.time.waits.items()}
+    waits = {f"(waits for {name})": spent * estimate.correction for name, spent in estimate.time.waits.items()}
     return shown | {name: {"": spent} for name, spent in waits.items() if spent > least}
 
 
@@ -195,7 +195,10 @@ def _key(used: set[str]) -> Mapping[str, str]:
     return found
 
 
-def _draw_bars(shown: Bars, whole: float, axes: Axes) -> None:
+def _draw_bars(shown: Bars, whole: float, axes: object) -> None:
+    from matplotlib.axes import Axes
+
+    assert isinstance(axes, Axes)
     longest = max((sum(parts.values()) for parts in shown.values()), default=whole)
     for place, parts in enumerate(shown.values()):
         left = 0.0

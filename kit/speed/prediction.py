@@ -357,19 +357,27 @@ class SpeedEstimate(Drawable):
     """What joins devices of a node."""
     config: Config | None = None
     """What would run; None where only a recording was priced."""
+    correction: float = 1.0
+    """measured / predicted seconds of a trial of the same model, by which the step is corrected."""
 
     @property
     def step_seconds(self) -> float:
         """Of one optimizer step."""
-        return self.time.seconds
+        return self.time.seconds * self.correction
 
     @property
     def low_seconds(self) -> float:
-        return self.time.low_seconds
+        return self._range[0]
 
     @property
     def high_seconds(self) -> float:
-        return self.time.high_seconds
+        return self._range[1]
+
+    @property
+    def _range(self) -> tuple[float, float]:
+        if self.correction == 1.0:
+            return self.time.low_seconds, self.time.high_seconds
+        return self.step_seconds / _CORRECTED_DOUBT, self.step_seconds * _CORRECTED_DOUBT
 
     @property
     def samples(self) -> int:
@@ -408,13 +416,29 @@ class SpeedEstimate(Drawable):
             f"{format_count(self.samples_per_second)} samples/s{mfu}, bound by {self.bound}"
         )
 
+    def contains(self, samples_per_second: float) -> bool:
+        """Whether a measured speed lies within the range."""
+        return self.low_samples_per_second <= samples_per_second <= self.high_samples_per_second
+
+    def corrected(self, samples_per_second: float) -> SpeedEstimate:
+        """The estimate after a trial of the same model, which was predicted at `self` and measured at this speed."""
+        factor = self.samples_per_second / samples_per_second
+        return self.corrected_by(factor)
+
+    def corrected_by(self, factor: float) -> SpeedEstimate:
+        """The estimate with its seconds times measured / predicted seconds of a trial of the same model."""
+        reason = f"a trial of this model took {factor:.2f} of what was predicted, and corrects this prediction"
+        return replace(self, correction=self.correction * factor, reasons=(reason, *self.reasons))
+
     @property
     def _rows(self) -> list[list[str]]:
         whole = self.time.seconds or 1.0
         parts = {**self.time.by_kind, **{f"waits for {name}": spent for name, spent in self.time.waits.items()}}
         ranked = sorted(parts.items(), key=lambda item: -item[1])
         return [
-            [name, format_seconds(spent), f"{spent / whole:.0%}"] for name, spent in ranked if spent > 0.001 * whole
+            [name, format_seconds(spent * self.correction), f"{spent / whole:.0%}"]
+            for name, spent in ranked
+            if spent > 0.001 * whole
         ]
 
     def __repr__(self) -> str:
@@ -427,3 +451,4 @@ class SpeedEstimate(Drawable):
 
 
 _COLUMNS = ("kind of operator", "a step", "share")
+_CORRECTED_DOUBT = 1.1

@@ -138,8 +138,17 @@ class StepTime:
         return self._by(self.step.phase, lambda number: PHASES[number])
 
     @property
+    def by_module(self) -> dict[str, float]:
+        """By path of the module whose call it is."""
+        return self._by(self.step.module, lambda number: self.step.names[number] or "(outside)")
+
+    @property
     def by_kind(self) -> dict[str, float]:
         return self._by(self.step.kind, lambda number: KINDS[number])
+
+    @property
+    def by_operator(self) -> dict[str, float]:
+        return self._by(self.step.call, lambda number: self.step.calls[number].name)
 
 
 def price(

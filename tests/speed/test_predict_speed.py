@@ -35,6 +35,7 @@ def test_a_card_is_priced_without_it_and_more_devices_train_more_samples(config)
     for speed in found.values():
         assert speed.low_seconds <= speed.step_seconds <= speed.high_seconds
         assert sum(speed.time.by_kind.values()) == pytest.approx(speed.time.busy_seconds)
+        assert sum(speed.time.by_module.values()) == pytest.approx(speed.time.busy_seconds)
     assert 1 < found[2].samples_per_second / found[1].samples_per_second < 2
     assert any("ddp" in reason for reason in found[2].reasons)
     assert found[1].bound == "host"
@@ -50,6 +51,16 @@ def test_another_batch_or_card_costs_no_process(memory):
 def test_a_size_is_no_speed(memory):
     with pytest.raises(PlanError, match="name a card"):
         speed_of(memory.recording, target_of("24 GiB"))
+
+
+def test_a_trial_of_the_model_corrects_it_and_one_outside_the_range_is_told(memory):
+    speed = speed_of(memory.recording, target_of("A100-40GB"))
+    measured = speed.low_samples_per_second / 3
+    assert not speed.contains(measured)
+    again = speed.corrected(measured)
+    assert again.samples_per_second == pytest.approx(measured)
+    assert again.contains(measured)
+    assert "corrects" in again.reasons[0]
 
 
 def test_what_is_waited_for_the_last_rank_is_said(memory):

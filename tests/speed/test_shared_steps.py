@@ -150,6 +150,7 @@ def test_a_step_of_one_device_tells_what_each_of_several_does(alone, case, strat
     assert near(shared, speed_of(dry(case, strategy), A100, devices=DEVICES))
     assert shared.traffic.strategy == strategy
     assert not any("kernels of" in reason for reason in shared.reasons)
+    assert abs(sum(shared.time.by_module.values()) / shared.time.busy_seconds - 1) < 1e-6
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])

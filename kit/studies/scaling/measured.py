@@ -89,7 +89,7 @@ def predicted(speeds: Sequence[SpeedEstimate]) -> MeasuredScaling:
 
 
 def _predicted_step(speed: SpeedEstimate) -> Step:
-    time, factor = speed.time, 1 / speed.accumulate
+    time, factor = speed.time, speed.correction / speed.accumulate
     backward = float(time.operator_seconds[time.step.phase == PHASES.index("backward")].sum())
     return Step(
         devices=speed.devices, train_seconds=time.work_seconds * factor, backward_seconds=backward * factor,
