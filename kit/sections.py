@@ -432,7 +432,7 @@ class Data(Section):
         0, "Seed of the regions. It is not training.seed, so that trials with other seeds keep the same parts.",
         ge=0, le=2**32 - 1,
     )  # fmt: skip
-    guard: Sizes = setting(
+    guard: Annotated[dict[str, Annotated[int, Field(ge=0)]], AfterValidator(FrozenMapping)] = setting(
         dict, "Elements that are left out between patches of different parts, along each dimension. Patches of "
         "different parts never overlap, with or without it.", unit="elements",
     )  # fmt: skip

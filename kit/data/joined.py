@@ -317,20 +317,14 @@ def _index(name: str, part: Dataset) -> tuple[NDArray[Any], str]:
 
 
 def _numbers(part: Dataset, name: str) -> tuple[NDArray[Any], str]:
-    """A coordinate in numbers, and what they are: those of one kind can be compared.
+    """As `comparable`, of a coordinate to match by.
 
     Raises:
         ConfigError: where there is none, and where it neither rises nor falls throughout.
     """
     if name not in part.coordinates:
         raise _error(f"{redact(part.url)} has no coordinate {name!r} to match by; add one where it is written", "match")
-    if isinstance(part, JoinedDataset):
-        holders = [one for one in part.parts if name in one.coordinates]
-        pairs = [_numbers(one, name) for one in (holders if name == part.dimension else holders[:1])]
-        numbers, kinds = np.concatenate([numbers for numbers, _ in pairs]), {kind for _, kind in pairs}
-        kind = " and ".join(sorted(kinds))
-    else:
-        numbers, kind = _comparable(part, name)
+    numbers, kind = comparable(part, name)
     steps = np.diff(numbers)
     if not ((steps > 0).all() or (steps < 0).all()):
         raise _error(
@@ -339,8 +333,15 @@ def _numbers(part: Dataset, name: str) -> tuple[NDArray[Any], str]:
     return numbers, kind
 
 
-def _comparable(part: Dataset, name: str) -> tuple[NDArray[Any], str]:
-    """Times as microseconds where their calendar is known; cftime knows those that numpy does not."""
+def comparable(part: Dataset, name: str) -> tuple[NDArray[Any], str]:
+    """A coordinate in numbers, also of several stores, and what they are: those of one kind can be compared.
+
+    Times are microseconds where their calendar is known; cftime knows those that numpy does not.
+    """
+    if isinstance(part, JoinedDataset):
+        holders = [one for one in part.parts if name in one.coordinates]
+        pairs = [comparable(one, name) for one in (holders if name == part.dimension else holders[:1])]
+        return np.concatenate([numbers for numbers, _ in pairs]), " and ".join(sorted({kind for _, kind in pairs}))
     values, units = part.coordinate(name), part.coordinates[name].units
     if values.dtype.kind == "M":
         return values.astype("datetime64[us]").astype(np.int64), "times"

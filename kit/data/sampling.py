@@ -14,10 +14,13 @@ from numpy.typing import NDArray
 
 from kit.chunks.access import Blocks, fit_window
 from kit.chunks.geometry import axes_of, most_chunks
+from kit.data.joined import comparable
 from kit.data.places import MOST_CELLS, Places, cell_starts
 from kit.data.samples import SamplePlan, WindowLimit
 from kit.data.splits import Part, Split, split_of, widest_of
+from kit.data.stores.url import redact
 from kit.data.tile_statistics import TileStatistics, need_statistics
+from kit.data.variables import NUMBERS
 from kit.errors import ConfigError, Problem, did_you_mean
 from kit.units import format_bytes
 
@@ -101,20 +104,25 @@ def _unmatched(arrays: Sequence[ArrayInfo]) -> Iterator[Barrier]:
 
 
 def _gaps(dataset: Dataset, array: ArrayInfo, dimension: str) -> Barrier:
-    """The elements before which the coordinate of a dimension leaves something out: a step longer than usual.
+    """The elements before which the coordinate of a dimension leaves something out, or turns back.
 
     Raises:
-        ConfigError: for a dimension that there is not.
+        ConfigError: for a dimension that there is not, and one whose coordinate has no steps.
     """
     if dimension not in array.dims:
         hint = did_you_mean(dimension, array.dims, "the array has {}")
         raise ConfigError([Problem("data.gap_dimension", f"unknown dimension {dimension!r}{hint}")])
     axis = array.dims.index(dimension)
-    steps = np.diff(dataset.coordinate(dimension)).astype(np.float64)
+    numbers = comparable(dataset, dimension)[0] if dimension in dataset.coordinates else np.array([], np.str_)
+    if numbers.dtype.kind not in NUMBERS:
+        has = f"has names, such as {numbers[0]}" if len(numbers) else f"has no coordinate in {redact(dataset.url)}"
+        message = f"{dimension!r} {has}, so that no gap can be seen; take another, or none"
+        raise ConfigError([Problem("data.gap_dimension", message)])
+    steps = np.diff(numbers.astype(np.float64))
     usual = np.median(steps) if len(steps) else 0.0
     behind = np.zeros(array.shape[axis], np.bool_)
-    # Months are of 28 to 31 days; a missing one makes at least 59.
-    behind[1:] = np.abs(steps) > _LONGER * abs(usual)
+    # Months are of 28 to 31 days; a missing one makes at least 59. Another year may also begin before the last ends.
+    behind[1:] = (np.abs(steps) > _LONGER * abs(usual)) | (steps * usual < 0)
     return Barrier(axis, behind, True, "data.gap_dimension")
 
 

@@ -1,7 +1,7 @@
 """A short trial asks for what was predicted, within 15 %: any order and layout, a cold cache, a warm one and none."""
 
 import time
-from itertools import chain, islice, repeat
+from itertools import chain, islice, product, repeat
 
 import numpy as np
 import pytest
@@ -186,6 +186,26 @@ def test_a_store_that_kit_did_not_build_is_looked_at(cloud, tmp_path, tiny_confi
     assert found["requests_per_sample"] == pytest.approx(predicted["requests_per_sample"], rel=BUSY, abs=few)
     tolerances = {"rel": BETWEEN, "abs": few * REQUEST_BYTES} if filled else {"rel": BUSY}
     assert found["bytes_per_sample"] == pytest.approx(predicted["bytes_per_sample"], **tolerances)
+
+
+@pytest.mark.filterwarnings("ignore:.*absent:kit.errors.KitWarning")
+@pytest.mark.parametrize(("shards", "filled"), [*product([(16, 16), None], [None, 0.0, 1.0])])
+def test_what_was_never_written_is_expected_to_be_absent(cloud, tmp_path, shards, filled):
+    url = cloud.url(f"sparse-{shards is None}-{filled}/s.zarr")
+    array = zarr.open_group(open_store(url, read_only=False), mode="w").create_array(
+        "u", shape=(96, 96), chunks=(4, 4), shards=shards, dtype="f4", dimension_names=("y", "x")
+    )
+    array[:32] = np.random.default_rng(0).normal(size=(32, 96))  # two thirds are not there
+    config = kit.Config.make({
+        "data": {"url": url, "patch": {"y": 6, "x": 6}, "samples_per_epoch": 256, "standardize": False},
+        "loader": {"batch_size": 8}, "training": {"max_epochs": 4}, "trial": {"max_steps": 16},
+        "cache": {"size_bytes": 0 if filled is None else 8 << 20, "folder": str(tmp_path / "c")},
+        "chunking": {"latency_seconds": 0.0},
+    })  # fmt: skip
+    if filled:
+        kit.data.prefetch(config, progress=False)
+    predicted = predict_reading(config, kit.open_dataset(config))
+    assert counted(config, 16) == pytest.approx(predicted, rel=BUSY if filled is None else BETWEEN, abs=0.1)
 
 
 def test_a_cache_of_stores_that_are_joined_is_known_store_by_store(cloud, tmp_path, tiny_config):

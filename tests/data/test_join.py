@@ -372,8 +372,53 @@ def test_no_patch_reaches_over_a_gap_in_time(tmp_path, order):
         times = np.concatenate([plan.batch(0, step, 0)[:, 0] for step in range(plan.batches_per_epoch)])
         assert not ((times > 5) & (times < 8)).any()  # patches of 3 end at 8, or begin there
         assert {*times.tolist()} >= ({0, 3} if asked is config and order == "grid" else {0, 5, 8, 13})
-    with pytest.raises(ConfigError, match="gap_dimension: unknown"):
-        sample_plan(config.replace({"data.gap_dimension": "tim"}), open_dataset(config), 1)
+    for dimension, words in (("tim", "unknown"), ("lon", "no coordinate")):
+        with pytest.raises(ConfigError, match=f"gap_dimension: .*{words}"):
+            sample_plan(config.replace({"data.gap_dimension": dimension}), open_dataset(config), 1)
+
+
+def begins_of(places, **changes):
+    """The first elements along time of a grid of patches that reach over no gap."""
+    patch = {"time": 3, "lat": SHAPE[1], "lon": SHAPE[2]}
+    config = config_of(**{
+        "data.patch": patch, "data.order": "grid", "data.gap_dimension": "time", "loader.batch_size": 1,
+        "data.stride": {"time": 1}, **changes,
+    })  # fmt: skip
+    plan = sample_plan(config, kit.data.join(places, "time"), 1)
+    return {int(plan.batch(0, step, 0)[0, 0]) for step in range(plan.batches_per_epoch)}
+
+
+@pytest.mark.parametrize("calendar", ["noleap", "360_day"])
+def test_gaps_in_times_of_other_calendars_are_seen_over_years_that_count_from_their_own_start(tmp_path, calendar):
+    xarray = pytest.importorskip("xarray")
+    pytest.importorskip("cftime")
+
+    def year(name, first, since):
+        times = ("time", np.arange(SHAPE[0]) + first, {"units": f"days since {since}", "calendar": calendar})
+        made = xarray.Dataset({"sst": (("time", "lat", "lon"), field(0))}, {"time": times})
+        made.to_zarr(tmp_path / name, encoding={"sst": {"chunks": (4, 6, 6)}}, consolidated=False)
+        return tmp_path / name
+
+    days = SHAPE[0]
+    before = year("before", 0, "2001-01-01")
+    assert begins_of([before, year("next", 0, f"2001-01-{days + 1:02}")]) == {*range(2 * days - 2)}
+    assert begins_of([before, year("hole", days, "2003-01-01")]) == {*range(2 * days - 2)} - {days - 2, days - 1}
+
+
+@pytest.mark.parametrize("back", [2, 100])
+def test_no_patch_reaches_over_a_time_that_turns_back(tmp_path, back):
+    places = [with_xarray(tmp_path, 0), with_xarray(tmp_path, 1, first=-back)]
+    assert begins_of(places) == {*range(2 * SHAPE[0] - 2)} - {SHAPE[0] - 2, SHAPE[0] - 1}
+
+
+def test_gaps_between_names_are_refused(tmp_path):
+    xarray = pytest.importorskip("xarray")
+    names = np.array([f"s{number}" for number in range(SHAPE[0])], dtype=object)
+    made = xarray.Dataset({"sst": (("station", "lat", "lon"), field(0))}, {"station": names})
+    made.to_zarr(tmp_path / "s.zarr", consolidated=False)
+    config = config_of(**{"data.gap_dimension": "station", "data.patch": {"station": 2}})
+    with pytest.raises(ConfigError, match=r"gap_dimension: .*s0"):
+        sample_plan(config, open_dataset(str(tmp_path / "s.zarr")), 1)
 
 
 def test_what_is_not_cut_alike_is_refused_with_what_differs(tmp_path):

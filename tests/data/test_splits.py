@@ -106,6 +106,8 @@ def test_three_parts_follow_one_another_in_time():
     assert [(split.extent(part)[0][0], split.extent(part)[1][0]) for part in PARTS] == [(0, 25), (28, 2), (33, 7)]
     assert "time 28 to 29 of 40" in split.sentence
     assert split.figure().axes
+    none = split_of(config_with(data__guard={"time": 0, "lat": 0}), ARRAY)
+    assert none.guard == split_of(config_with(), ARRAY).guard
 
 
 @pytest.mark.parametrize(

@@ -202,10 +202,14 @@ def _look_at(dataset: Dataset, unlisted: Mapping[_Objects, Sequence[Place]]) -> 
                     sizes = {key: names.sizes[key] for key in keys if key in names.sizes}
                     absent = {key for key, at in zip(keys, some, strict=True) if objects.names.get(at, "") is None}
                     sizes |= sizes_of_objects(store, {*keys} - {*sizes} - absent, dataset.url)
+                    if sizes:  # else its server may tell none
+                        objects.there = {at: key in sizes for key, at in zip(keys, some, strict=True)}
                     objects.typical_bytes = statistics.fmean(sizes.values()) if sizes else None
                 else:
                     read = partial(read_index, client, stored, url=dataset.url)
-                    objects.learn(dict(zip(some, threads.map(read, keys), strict=True)))
+                    indexes = dict(zip(some, threads.map(read, keys), strict=True))
+                    objects.there = {at: index is not None for at, index in indexes.items()}
+                    objects.learn(indexes)
     finally:
         client.close()
         store.close()
@@ -222,6 +226,8 @@ class _Objects:
         self.keeps = entries is not None
         self.names: dict[Place, str | None] = {}
         """Under which a read cache keeps the objects that have been looked at, in their order."""
+        self.there: dict[Place, bool] = {}
+        """Whether each object is there that has been looked at, in their order; an absent one is its fill value."""
         self.typical_bytes: float | None = None
         """Of a stored chunk, in those."""
         self._indexes: dict[Place, tuple[Index, NDArray[np.int64]]] = {}
@@ -330,11 +336,15 @@ class _Objects:
         """Whether a reader asks for the tag of this object, to find it in a read cache."""
         return self.keeps and bool(self.names) and not self.lists(outer)
 
-    def _looked_at_beside(self, outer: Place) -> Place:
+    def is_absent(self, outer: Place) -> bool:
+        """Whether a reader finds that there is no such object."""
+        return bool(self.there) and not self.lists(outer) and not self.there[self._looked_at_beside(outer, self.there)]
+
+    def _looked_at_beside(self, outer: Place, looked_at: Mapping[Place, object]) -> Place:
         """The object itself, or one before or behind it: a cache is filled in order, and as far as somewhere."""
-        if outer in self.names:
+        if outer in looked_at:
             return outer
-        known = [*self.names]
+        known = [*looked_at]
         place = bisect(known, outer)
         beside = known[max(0, place - 1) : place + 1]
         return beside[hash(outer) % len(beside)]
@@ -343,7 +353,7 @@ class _Objects:
         if not self.is_tagged(outer):
             name = self._known.name(self._key(outer))
         else:
-            outer = self._looked_at_beside(outer)
+            outer = self._looked_at_beside(outer, self.names)
             name = self.names[outer]
         if not name or self._entries is None:
             return
@@ -488,6 +498,9 @@ class _Reader:
             self._met.add((number, outer))
             asked = self.asked[number]
             asked.requests += first and array.is_tagged(outer)
+            if array.is_absent(outer):  # asked for once where an index or a tag is kept of it, else by each batch
+                asked.requests += first or not (array.per_shard or array.is_tagged(outer))
+                continue
             if not array.per_shard:
                 if 0 not in held:
                     asked.requests += 1
