@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from kit.config import Config
+from kit.machine.processes import BUSY_CORES
 from kit.units import format_count
 
 FAR = 0.2
@@ -168,7 +169,7 @@ def _why_speed(row: Values, before: Values | None) -> str:
     low, high = row.get(f"{SPEED}_low"), row.get(f"{SPEED}_high")
     if before is None and low and high:
         place = "within" if low <= row[SPEED] <= high else "outside"
-        return f"{place} what its operators allow, {format_count(low)} to {format_count(high)} samples/s"
+        return f"{place} what its operators allow, {format_count(low)} to {format_count(high)} samples/s{_others(row)}"
     if before is None or None in (row["data_wait_fraction"], before["data_wait_fraction"]):
         return "nothing that the trials have counted explains it"
     (wait, rest), (wait_before, rest_before) = _parts(row), _parts(before)
@@ -178,9 +179,17 @@ def _why_speed(row: Values, before: Values | None) -> str:
         return f"waiting for data took {share:.0%} of the time, {share_before:.0%} in the trial before{cause}"
     slower = rest / rest_before
     return (
-        f"apart from waiting for data a sample took {slower:.2f} times as long as in the trial before, as when another "
-        f"program runs beside {'it' if slower > 1 else 'that one'}"
+        f"apart from waiting for data a sample took {slower:.2f} times as long as in the trial before"
+        f"{_others(row) if slower > 1 else _others(before, 'in that one')}"
     )
+
+
+def _others(row: Values, when: str = "meanwhile") -> str:
+    """What all else on the machine used; nothing where that is too little to slow a trial."""
+    cores = row.get("other_cores") or 0.0
+    if cores <= BUSY_CORES:
+        return ""
+    return f"; other programs, such as the browser and this kernel, used {cores:.1f} of the machine's cores {when}"
 
 
 def _parts(row: Values) -> tuple[float, float]:

@@ -30,6 +30,7 @@ import math
 import operator
 import os
 import re
+import statistics
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -70,7 +71,7 @@ COLUMNS = (
     "parameters", "strategy", "accelerator", "world_size", "precision", "batch_size", "global_batch_size", "steps",
     "epochs", "measured_batches", "batches_read", "samples_per_second", "samples_per_second_error_fraction",
     "samples_per_second_predicted", "samples_per_second_low", "samples_per_second_high", "samples_per_second_ratio",
-    "data_wait_fraction", *BESIDE_FRACTIONS, "monitor",
+    "data_wait_fraction", *BESIDE_FRACTIONS, "other_cores", "monitor",
     "monitor_last", "monitor_best", "host_rss_peak_bytes", "device_allocated_peak_bytes",
     "device_reserved_peak_bytes", *READ,
     *(f"{quantity}_{part}" for quantity in PREDICTED for part in ("predicted", "measured", "ratio")),
@@ -175,6 +176,11 @@ def _measured(trial: Trial) -> Row:
         "device_reserved_peak_bytes": memory.peak("device_reserved_bytes"),
         **{name: read.get(name) for name in READ},
     }
+    used = [event for event in trial.events if event["kind"] == "cpu_used" and event.get("machine_seconds")]
+    if used and len(used) == int(trial.environment.get("world_size") or 1):
+        ranks = sum(event["family_seconds"] / event["wall_seconds"] for event in used)
+        all_cores = statistics.fmean(event["machine_seconds"] / event["wall_seconds"] for event in used)
+        row["other_cores"] = max(0.0, all_cores - ranks)
     if speed := speed_of_operators(trial.paths):
         found = {"predicted": speed.samples_per_second, "low": speed.low, "high": speed.high}
         row |= {f"{SPEED}_{name}": value for name, value in found.items()}

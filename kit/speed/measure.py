@@ -33,7 +33,7 @@ from kit.errors import HardwareError, KitError, TrialError
 from kit.json_text import read_json, write_json
 from kit.machine.claims import release
 from kit.machine.machine import Resolved, hardware, resolve_devices
-from kit.machine.processes import machine
+from kit.machine.processes import BUSY_CORES, machine
 from kit.memory.replay.calls import OperatorCall
 from kit.speed.cost_table import CostTable
 from kit.speed.links import Link
@@ -43,8 +43,6 @@ from kit.trial.directory import RunPaths, runs_folder
 from kit.trial.submit import environment_of, take_devices, versions, write_run
 from kit.trial.trial import ENDED, Trial
 
-BUSY_CORES = 0.3
-"""Cores that others may use before a measurement is not kept."""
 HOST_LIMIT_SECONDS, TICK_SECONDS = 240.0, 0.02
 _LEAST_SHARE = 0.002
 _HEAVY_CALLS, _HEAVY_SECONDS = 40, 4.0
