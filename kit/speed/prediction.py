@@ -63,7 +63,9 @@ def predict_speed(
     """Predict the seconds of a training step, samples per second, and what binds them, before anything is trained.
 
     For this machine, operators are measured in a process of its own: about a minute the first time, and some seconds
-    for what a new module brings. For a card of the table its data sheet is taken, and nothing is measured.
+    for what a new module brings. That is a step with the cores to itself; a trial shares them with the notebook's
+    kernel and browser, and its row tells how much all others used (`other_cores`). For a card of the table its data
+    sheet is taken, and nothing is measured.
 
     Args:
         config: What would run; the default config when left out.
