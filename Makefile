@@ -29,10 +29,12 @@ PEOPLE ?= 8
 
 .PHONY: lab reset book room test slow browser faults quick nightly coverage wheel check lint types notebooks bench gpu clean
 
-# A person needs the address and nothing else: Jupyter's own lines, extension by extension, are left out.
+# A person needs the address and nothing else: Jupyter's own lines, extension by extension, are left out, and so is its
+# question about news, which would lie over the notebook; nobody looks for a newer JupyterLab on the network.
+QUIET := --LabApp.news_url=None --LabApp.check_for_updates_class=jupyterlab.NeverCheckForUpdate
 lab: $(READY)
 	@echo "Starting JupyterLab: the browser opens notebooks/00_start.ipynb in a few seconds. Ctrl+C here ends it."
-	@$(BIN)/jupyter lab $(ROOT) --log-level=ERROR --LabApp.log_level=ERROR $(ENCRYPTED) \
+	@$(BIN)/jupyter lab $(ROOT) --log-level=ERROR --LabApp.log_level=ERROR $(ENCRYPTED) $(QUIET) \
 		--LabApp.default_url=/lab/tree/notebooks/00_start.ipynb
 
 # A fresh start for a course. What it moves is named first, nothing is deleted, and stores stay.

@@ -6,9 +6,9 @@ A small convolutional network whose step takes at least 20 ms on one thread; the
 in a fresh fork of a process that has imported Lightning: a process that has fitted before is faster, with or without
 kit. The plain fit stands twice, so that the second row shows what chance alone does to a ratio; ratios are medians over
 rounds, each within its round. Beside the pace stands the CPU time of a step, of all threads of the process: that of
-others on the machine is not in it. The C allocator is told not to return memory to the system between steps: whether it
-does depends on the layout of the heap, and changes a step by a factor of two with or without kit. A GPT of many small
-operators on all cores shows, besides, whether the threads of a trial wait for each other as they do elsewhere.
+others on the machine is not in it. The C allocator keeps freed memory in all of them, as kit has it by default: whether
+it does depends else on the layout of the heap, and changes a step by a factor of two with or without kit. A GPT of many
+small operators on all cores shows, besides, whether the threads of a trial wait for each other as they do elsewhere.
 
 What timing itself takes is too little to be seen in that. A second table has it alone: the actions and hooks of one
 step, written down in a real fit, are played again and again to the callbacks of a trial, with its clock, and their

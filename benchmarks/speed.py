@@ -89,7 +89,7 @@ def predicted(name: str, batch: int, precision: str, folder: Path) -> Row:
     recording.save(folder / f"{name}-{batch}-{precision}.npz")
     return {
         "seconds": found.step_seconds, "low": found.low_seconds, "high": found.high_seconds,
-        "table": before.step_seconds, "busy": taken.busy_cores, "took": time.monotonic() - began,
+        "table": before.step_seconds, "busy": taken.table.busy_cores, "took": time.monotonic() - began,
         "sources": dict(found.time.sources), "bound": found.bound,
     }  # fmt: skip
 

@@ -205,9 +205,11 @@ class _Bar:
         self.reserve = patch(low, high - low, **_RESERVE_FILL)
         self.parts = {name: patch(low, high - low, **_fill(name)) for name in LOOKS}
         self.labels = {
-            name: axes.text(0, (low + high) / 2, style.label, color=style.text_colour, **label)
-            for name, style in LOOKS.items()
-        }
+            name: axes.text(
+                0, (low + high) / 2, style.label, color=style.text_colour, **label,
+                bbox={"facecolor": style.colour, "linewidth": 0, "pad": 1.5} if style.hatch else None,
+            ) for name, style in LOOKS.items()
+        }  # fmt: skip
         (self.outside,) = axes.plot([], [], color=look.INK, linewidth=1.1, marker="|", markersize=8, alpha=0.75)
         (self.capacity,) = axes.plot([], [], color=look.INK, linewidth=1.4, linestyle=(0, (4, 2)), zorder=5)
         self.measured = patch(high + 0.035, 0.085, facecolor=look.INK, linewidth=0) if measured else None

@@ -41,6 +41,8 @@ SCRATCH = "KIT_SCRATCH"
 """The variable that names the scratch folder of a trial to its processes."""
 NOTE = "process-"
 LINUX = sys.platform == "linux"
+BUSY_CORES = 0.3
+"""Cores that other programs may use before what is timed beside them is told as slowed by them."""
 
 
 def identify(pid: int) -> dict[str, Any]:
@@ -115,6 +117,22 @@ def scheduled_seconds(*threads: int) -> tuple[float, float]:
                 had, waited, *_ = (task / "schedstat").read_text().split()
                 on_core, waiting = on_core + int(had) / 1e9, waiting + int(waited) / 1e9
     return on_core, waiting
+
+
+def cpu_seconds() -> tuple[float, dict[int, float]]:
+    """CPU time of all programs since the machine started, and by its id of this process and of each that it started.
+
+    A process counts with those that it has waited for, so that their sum grows by what all of them used, ended or not.
+    """
+    import psutil
+
+    times = psutil.cpu_times()
+    busy = sum(getattr(times, name, 0.0) for name in ("user", "nice", "system", "irq", "softirq", "steal"))
+    this, own = psutil.Process(), {}
+    for process in (this, *this.children(recursive=True)):
+        with contextlib.suppress(psutil.Error):  # it ended meanwhile
+            own[process.pid] = float(sum(process.cpu_times()[:4]))
+    return float(busy), own
 
 
 def thread_usage() -> tuple[int, float]:

@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from kit.config import Config
+from kit.machine.processes import BUSY_CORES
 from kit.units import format_count
 
 FAR = 0.2
@@ -51,6 +52,8 @@ class SpeedRange:
     high: float
     source: str
     """Where it comes from, in a few words."""
+    busy_cores: float = 0.0
+    """That other programs used while operators were measured."""
 
 
 def speed_key(config: Config, environment: Mapping[str, Any]) -> str:
@@ -168,7 +171,10 @@ def _why_speed(row: Values, before: Values | None) -> str:
     low, high = row.get(f"{SPEED}_low"), row.get(f"{SPEED}_high")
     if before is None and low and high:
         place = "within" if low <= row[SPEED] <= high else "outside"
-        return f"{place} what its operators allow, {format_count(low)} to {format_count(high)} samples/s"
+        told = f"{place} what its operators allow, {format_count(low)} to {format_count(high)} samples/s"
+        if row[SPEED] < row[f"{SPEED}_predicted"]:
+            return told + _others(row.get("other_cores"), "meanwhile")
+        return told + _others(row.get("other_cores_when_predicted"), "while those were measured")
     if before is None or None in (row["data_wait_fraction"], before["data_wait_fraction"]):
         return "nothing that the trials have counted explains it"
     (wait, rest), (wait_before, rest_before) = _parts(row), _parts(before)
@@ -176,11 +182,16 @@ def _why_speed(row: Values, before: Values | None) -> str:
         share, share_before = row["data_wait_fraction"], before["data_wait_fraction"]
         cause = " (a warm cache: by then the files were in memory)" if wait < wait_before else ""
         return f"waiting for data took {share:.0%} of the time, {share_before:.0%} in the trial before{cause}"
-    slower = rest / rest_before
-    return (
-        f"apart from waiting for data a sample took {slower:.2f} times as long as in the trial before, as when another "
-        f"program runs beside {'it' if slower > 1 else 'that one'}"
-    )
+    slowed, when = (row, "meanwhile") if rest > rest_before else (before, "in that one")
+    told = f"apart from waiting for data a sample took {rest / rest_before:.2f} times as long as in the trial before"
+    return told + _others(slowed.get("other_cores"), when)
+
+
+def _others(cores: float | None, when: str) -> str:
+    """What all else on the machine used; nothing where that is too little to slow a trial, or not known."""
+    if (cores or 0.0) <= BUSY_CORES:
+        return ""
+    return f"; other programs, such as the browser and this kernel, used {cores:.1f} of the machine's cores {when}"
 
 
 def _parts(row: Values) -> tuple[float, float]:

@@ -30,6 +30,7 @@ import math
 import operator
 import os
 import re
+import statistics
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -70,7 +71,7 @@ COLUMNS = (
     "parameters", "strategy", "accelerator", "world_size", "precision", "batch_size", "global_batch_size", "steps",
     "epochs", "measured_batches", "batches_read", "samples_per_second", "samples_per_second_error_fraction",
     "samples_per_second_predicted", "samples_per_second_low", "samples_per_second_high", "samples_per_second_ratio",
-    "data_wait_fraction", *BESIDE_FRACTIONS, "monitor",
+    "data_wait_fraction", *BESIDE_FRACTIONS, "other_cores", "other_cores_when_predicted", "monitor",
     "monitor_last", "monitor_best", "host_rss_peak_bytes", "device_allocated_peak_bytes",
     "device_reserved_peak_bytes", *READ,
     *(f"{quantity}_{part}" for quantity in PREDICTED for part in ("predicted", "measured", "ratio")),
@@ -175,9 +176,15 @@ def _measured(trial: Trial) -> Row:
         "device_reserved_peak_bytes": memory.peak("device_reserved_bytes"),
         **{name: read.get(name) for name in READ},
     }
+    used = [event for event in trial.events if event["kind"] == "cpu_used" and event.get("machine_seconds")]
+    if used and len(used) == int(trial.environment.get("world_size") or 1):
+        ranks = sum(event["family_seconds"] / event["wall_seconds"] for event in used)
+        all_cores = statistics.fmean(event["machine_seconds"] / event["wall_seconds"] for event in used)
+        row["other_cores"] = max(0.0, all_cores - ranks)
     if speed := speed_of_operators(trial.paths):
         found = {"predicted": speed.samples_per_second, "low": speed.low, "high": speed.high}
         row |= {f"{SPEED}_{name}": value for name, value in found.items()}
+        row["other_cores_when_predicted"] = speed.busy_cores
     for quantity, name in (("requests_per_sample", "requests"), ("bytes_per_sample", "bytes_read")):
         row |= _triple(quantity, predicted.get(quantity), read.get(name, 0) / asked_for if samples else None)
         if doubt(row, quantity):
@@ -194,7 +201,9 @@ def speed_of_operators(paths: RunPaths) -> SpeedRange | None:
     try:
         found = read_json(paths.predicted_speed.read_bytes())
         speed, low, high = (float(found[field]) for field in ("samples_per_second", "low", "high"))
-        return SpeedRange(samples_per_second=speed, low=low, high=high, source="the operators of the step")
+        busy = float(found.get("busy_cores") or 0.0)
+        source = "the operators of the step"
+        return SpeedRange(samples_per_second=speed, low=low, high=high, source=source, busy_cores=busy)
     except (OSError, ValueError, KeyError, TypeError):
         return None
 

@@ -19,10 +19,10 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any
 
-import psutil
 import torch
 from torch import Tensor
 
+from kit.machine.processes import cpu_seconds
 from kit.memory.replay.calls import OperatorCall, TensorSpec
 
 CACHE_BYTES, MOST_SETS, LEAST_BYTES = 64 << 20, 64, 1 << 16
@@ -157,25 +157,15 @@ class OtherLoad:
         self._total = total
 
     def __enter__(self) -> OtherLoad:
-        self._began = self._busy()
-        self._own, self._wall = _own_seconds(), time.monotonic()
+        self._busy, own = cpu_seconds()
+        self._own, self._wall = sum(own.values()), time.monotonic()
         return self
 
     def __exit__(self, kind: object, *_: object) -> None:
         if kind is None:
             wall = max(time.monotonic() - self._wall, 1e-6)
-            ours = self._total(_own_seconds() - self._own)
-            self.cores = max(0.0, (self._busy() - self._began - ours) / wall)
-
-    @staticmethod
-    def _busy() -> float:
-        times = psutil.cpu_times()
-        return float(sum(getattr(times, name, 0.0) for name in ("user", "nice", "system", "irq", "softirq", "steal")))
-
-
-def _own_seconds() -> float:
-    times = psutil.Process().cpu_times()
-    return float(times.user + times.system)
+            busy, own = cpu_seconds()
+            self.cores = max(0.0, (busy - self._busy - self._total(sum(own.values()) - self._own)) / wall)
 
 
 Timer = Callable[[OperatorCall], float | None]

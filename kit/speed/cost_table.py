@@ -15,7 +15,7 @@ import dataclasses
 import math
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
@@ -57,6 +57,8 @@ class CostTable:
     """What joins the ranks that were timed together; None for a single one."""
     host_known: bool = True
     """Whether the seconds of the host were measured, and not only calls."""
+    busy_cores: float = field(default=0.0, compare=False)
+    """That other programs used while a part of it was measured: then all may be too high."""
 
     def host_seconds(self, phase: str) -> float:
         """Of the host for each call in a phase."""

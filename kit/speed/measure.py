@@ -33,7 +33,7 @@ from kit.errors import HardwareError, KitError, TrialError
 from kit.json_text import read_json, write_json
 from kit.machine.claims import release
 from kit.machine.machine import Resolved, hardware, resolve_devices
-from kit.machine.processes import machine
+from kit.machine.processes import BUSY_CORES, machine
 from kit.memory.replay.calls import OperatorCall
 from kit.speed.cost_table import CostTable
 from kit.speed.links import Link
@@ -43,14 +43,12 @@ from kit.trial.directory import RunPaths, runs_folder
 from kit.trial.submit import environment_of, take_devices, versions, write_run
 from kit.trial.trial import ENDED, Trial
 
-BUSY_CORES = 0.3
-"""Cores that others may use before a measurement is not kept."""
 HOST_LIMIT_SECONDS, TICK_SECONDS = 240.0, 0.02
 _LEAST_SHARE = 0.002
 _HEAVY_CALLS, _HEAVY_SECONDS = 40, 4.0
 _PREFIX = "kit-calls-"
-_busy_tables: dict[Path, tuple[CostTable, float]] = {}
-"""What this kernel measured beside other programs and the cores they used, by the file that it was not written to."""
+_busy_tables: dict[Path, CostTable] = {}
+"""What this kernel measured beside other programs, by the file that it was not written to."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,12 +58,10 @@ class MeasuredTable:
     table: CostTable
     seconds: float
     """Spent on measuring now."""
-    busy_cores: float
-    """That others used while the table, or a part of it, was measured."""
 
     @property
     def quiet(self) -> bool:
-        return self.busy_cores <= BUSY_CORES
+        return self.table.busy_cores <= BUSY_CORES
 
 
 def table_here(
@@ -85,16 +81,14 @@ def table_here(
         TrialError: when the measuring process fails.
     """
     began = time.monotonic()
-    found, busy = _grown(config, step if ranks == 1 else None, 1, ranks, seconds, again)
+    found = _grown(config, step if ranks == 1 else None, 1, ranks, seconds, again)
     together, turns = _at_once(config, ranks)
     if together > 1:
         with contextlib.suppress(HardwareError):  # fewer GPUs are here than are asked about
-            found, others = _grown(config, step, together, ranks, seconds, again, found)
-            busy = max(busy, others)
+            found = _grown(config, step, together, ranks, seconds, again, found)
     if turns > 1:
-        found, others = _joined(config, ranks, found.slowed(turns), again)
-        busy = max(busy, others)
-    return MeasuredTable(found, time.monotonic() - began, busy)
+        found = _joined(config, ranks, found.slowed(turns), again)
+    return MeasuredTable(found, time.monotonic() - began)
 
 
 def calls_here(config: Config, calls: Sequence[OperatorCall], *, seconds: float, again: bool = False) -> MeasuredTable:
@@ -108,21 +102,18 @@ def calls_here(config: Config, calls: Sequence[OperatorCall], *, seconds: float,
     taken = take_devices(_of(config, 1, 1))
     try:
         path = _path(config, taken.resolved)
-        known, busy = _known(path, lambda table: not table.measured.keys() >= set(calls))
-        if again:
-            known, busy = _read(path), 0.0
+        known = _read(path) if again else _known(path, lambda table: not table.measured.keys() >= set(calls))
         found = known or CostTable(_name(taken.resolved), {}, host_known=False)
         missing = [call for call in calls if again or call not in found.measured]
         if missing:
-            found, others = _measured(config, taken.resolved, found, missing, seconds, host=False, each=True)
-            busy = max(busy, others)
+            found = _measured(config, taken.resolved, found, missing, seconds, host=False, each=True)
             refused = [call.operator for call in missing if call not in found.measured]
             if refused:
                 raise TrialError(f"{', '.join(refused)} could not be timed on {found.name}")
-            _keep(path, found, busy)
+            _keep(path, found)
     finally:
         release(taken.claims)
-    return MeasuredTable(found, time.monotonic() - began, busy)
+    return MeasuredTable(found, time.monotonic() - began)
 
 
 def table_known(config: Config, ranks: int = 1) -> CostTable | None:
@@ -132,7 +123,7 @@ def table_known(config: Config, ranks: int = 1) -> CostTable | None:
         for together in dict.fromkeys((most, 1)):
             with contextlib.suppress(KitError):  # fewer GPUs are here than are asked about
                 path = _path(config, resolve_devices(_of(config, together, ranks), hardware()))
-                known, _ = _known(path)
+                known = _known(path)
                 if known is not None and known.host_known:
                     return known if turns == 1 else _joined_before(config, ranks, known.slowed(turns))
     return None
@@ -141,8 +132,8 @@ def table_known(config: Config, ranks: int = 1) -> CostTable | None:
 def _grown(
     config: Config, step: StepOperators | None, together: int, ranks: int, seconds: float, again: bool,
     alone: CostTable | None = None,
-) -> tuple[CostTable, float]:  # fmt: skip
-    """The table of so many ranks at once, with a step's calls; and the cores that others used meanwhile."""
+) -> CostTable:  # fmt: skip
+    """The table of so many ranks at once, with a step's calls."""
     config = _of(config, together, ranks)
     taken = take_devices(config)
     try:
@@ -153,63 +144,62 @@ def _grown(
         def lacks(table: CostTable) -> bool:
             return not table.host_known or (asked is not None and bool(_missing(asked, table)))
 
-        known, busy = (None, 0.0) if again else _known(path, lacks)
+        known = None if again else _known(path, lacks)
         if alone is None and (known is None or not known.host_known):
-            known, others = _measured(config, resolved, known or CostTable(_name(resolved), {}), (), 0.0, host=True)
-            busy = max(busy, others)
+            known = _measured(config, resolved, known or CostTable(_name(resolved), {}), (), 0.0, host=True)
         elif known is None:
             assert alone is not None
-            known, busy = _beside(config, resolved, alone)
+            known = _beside(config, resolved, alone)
         missing = [] if asked is None else _missing(asked, known)
         if missing:
-            _keep(path, known, busy)
-            known, others = _measured(config, resolved, known, missing, seconds, host=False)
-            if others <= BUSY_CORES < busy and (written := _read(path)):
-                new = {call: known.measured[call] for call in missing if call in known.measured}
-                _write(path, written.with_calls(new))
-            busy = max(busy, others)
-        _keep(path, known, busy)
+            _keep(path, known)
+            new = _measured(config, resolved, dataclasses.replace(known, busy_cores=0.0), missing, seconds, host=False)
+            if new.busy_cores <= BUSY_CORES < known.busy_cores and (written := _read(path)):
+                _write(path, written.with_calls({call: new.measured[call] for call in missing if call in new.measured}))
+            known = dataclasses.replace(new, busy_cores=max(new.busy_cores, known.busy_cores))
+        _keep(path, known)
     finally:
         release(taken.claims)
-    return known, busy
+    return known
 
 
-def _beside(config: Config, resolved: Resolved, alone: CostTable) -> tuple[CostTable, float]:
+def _beside(config: Config, resolved: Resolved, alone: CostTable) -> CostTable:
     """The table of one rank as several have it: slowed as its heaviest calls are while all of them make those."""
     heavy = sorted(alone.measured, key=lambda call: -alone.measured[call])[:_HEAVY_CALLS]
     empty = dataclasses.replace(alone, measured={}, name=_name(resolved))
-    found, busy = _measured(config, resolved, empty, heavy, _HEAVY_SECONDS, host=False)
+    found = _measured(config, resolved, empty, heavy, _HEAVY_SECONDS, host=False)
     slower = statistics.median([spent / alone.measured[call] for call, spent in found.measured.items()] or [1.0])
-    return dataclasses.replace(alone.slowed(max(1.0, slower)), name=found.name, link=found.link), busy
+    slowed = alone.slowed(max(1.0, slower))
+    return dataclasses.replace(slowed, name=found.name, link=found.link, busy_cores=found.busy_cores)
 
 
-def _joined(config: Config, ranks: int, slowed: CostTable, again: bool) -> tuple[CostTable, float]:
+def _joined(config: Config, ranks: int, slowed: CostTable, again: bool) -> CostTable:
     """The table with what joins more ranks than there are cores, which no fewer of them tell."""
     config = _of(config, ranks, ranks)
     taken = take_devices(config)
     try:
         path = _path(config, taken.resolved)
-        known, busy = (None, 0.0) if again else _known(path)
+        known = None if again else _known(path)
         if known is None:
             nothing = CostTable(_name(taken.resolved), {}, host_known=False)
-            known, busy = _measured(config, taken.resolved, nothing, (), 0.0, host=False)
-            _keep(path, known, busy)
+            known = _measured(config, taken.resolved, nothing, (), 0.0, host=False)
+            _keep(path, known)
     finally:
         release(taken.claims)
-    return dataclasses.replace(slowed, link=known.link), busy
+    return dataclasses.replace(slowed, link=known.link, busy_cores=max(slowed.busy_cores, known.busy_cores))
 
 
 def _joined_before(config: Config, ranks: int, slowed: CostTable) -> CostTable:
     """The same where that was measured before; else the link is as slow as all the rest."""
     path = _path(config, resolve_devices(_of(config, ranks, ranks), hardware()))
-    known, _ = _known(path)
+    known = _known(path)
     return dataclasses.replace(slowed, link=known.link) if known else slowed
 
 
-def _known(path: Path, lacks: Callable[[CostTable], bool] = lambda _: True) -> tuple[CostTable | None, float]:
-    """What was measured before, and the cores that others used: beside them only where the file lacks something."""
+def _known(path: Path, lacks: Callable[[CostTable], bool] = lambda _: True) -> CostTable | None:
+    """What was measured before: beside other programs only where the file lacks something."""
     written = _read(path)
-    return _busy_tables.get(path, (written, 0.0)) if written is None or lacks(written) else (written, 0.0)
+    return _busy_tables.get(path, written) if written is None or lacks(written) else written
 
 
 def _of(config: Config, together: int, ranks: int) -> Config:
@@ -276,10 +266,10 @@ def _parsed(path: Path, changed: int) -> CostTable:  # noqa: ARG001
     return CostTable.of(read_json(path.read_bytes()))
 
 
-def _keep(path: Path, table: CostTable, busy_cores: float) -> None:
+def _keep(path: Path, table: CostTable) -> None:
     """In the file; in this kernel alone where other programs may have made it too high."""
-    if busy_cores > BUSY_CORES:
-        _busy_tables[path] = table, busy_cores
+    if table.busy_cores > BUSY_CORES:
+        _busy_tables[path] = table
         return
     _busy_tables.pop(path, None)
     _write(path, table)
@@ -293,8 +283,8 @@ def _write(path: Path, table: CostTable) -> None:
 def _measured(
     config: Config, resolved: Resolved, table: CostTable, calls: Sequence[OperatorCall], seconds: float, *, host: bool,
     each: bool = False,
-) -> tuple[CostTable, float]:  # fmt: skip
-    """The table with these calls and, where asked, the cost of the host; and the cores that others used.
+) -> CostTable:  # fmt: skip
+    """The table with these calls and, where asked, the cost of the host.
 
     With `each`, however long that takes; else the first of them, until the seconds are over.
     """
@@ -334,4 +324,4 @@ def _measured(
             checkpoint_call_seconds=costs["checkpoint call"], checkpoint_operator_seconds=costs["checkpoint operator"],
             asynchronous=resolved.accelerator == "gpu", host_known=True,
         )  # fmt: skip
-    return table, float(found["others"])
+    return dataclasses.replace(table, busy_cores=max(table.busy_cores, float(found["others"])))

@@ -25,6 +25,7 @@ from kit.chunks.cost import LayoutCost
 from kit.config import Config
 from kit.errors import KitError
 from kit.json_text import write_json
+from kit.machine.processes import BUSY_CORES
 from kit.memory.query import MOST_RANKS, MemoryQuery, make_query
 from kit.memory.recordings import RecordingRequest, UnansweredError, cached_recording, recordings_of
 from kit.memory.replay.cards import CARDS, THIS_MACHINE, DeviceTarget, emulated, target_of
@@ -62,7 +63,9 @@ def predict_speed(
     """Predict the seconds of a training step, samples per second, and what binds them, before anything is trained.
 
     For this machine, operators are measured in a process of its own: about a minute the first time, and some seconds
-    for what a new module brings. For a card of the table its data sheet is taken, and nothing is measured.
+    for what a new module brings. That is a step with the cores to itself; a trial shares them with the notebook's
+    kernel and browser, and its row tells how much all others used (`other_cores`). For a card of the table its data
+    sheet is taken, and nothing is measured.
 
     Args:
         config: What would run; the default config when left out.
@@ -108,13 +111,7 @@ def predict_speed(
         if target.device_kind == "cpu" and not query.config.hardware.keep_freed_memory:
             reasons.append("hardware.keep_freed_memory is off: page faults of memory given back are not counted")
         step = shared_step(recording, strategy, query.world_size) if strategy else step_of(recording)
-        taken = table_here(query.config, step, ranks=query.world_size, seconds=measure_seconds)
-        costs = taken.table
-        if not taken.quiet:
-            reasons.append(
-                f"other programs used {taken.busy_cores:.1f} cores while operators were measured: the costs may be too "
-                "high, and serve this kernel alone"
-            )
+        costs = table_here(query.config, step, ranks=query.world_size, seconds=measure_seconds).table
     else:
         costs = CardCosts(card_of(target))
     found = speed_of(
@@ -192,6 +189,7 @@ def speed_of(
         device=target.name if devices == 1 else f"{devices} × {target.name}", devices=devices,
         batch_size=step.batch_size, accumulate=step.accumulate, time=time, mfu=_mfu(step, time, priced),
         costs=priced.name, on_gpu=target.device_kind == "cuda", link=within,
+        busy_cores=priced.busy_cores if isinstance(priced, CostTable) else 0.0,
         reasons=(
             *emulated(str(recording.facts.get("precision", "")), target), *_sources(time, priced, devices, within),
             *reasons,
@@ -228,7 +226,8 @@ def leave_speed(memory: MemoryEstimate, config: Config, paths: RunPaths) -> None
     if found is not None:
         speeds = found.samples_per_second, found.low_samples_per_second, found.high_samples_per_second
         with contextlib.suppress(OSError):
-            write_json(paths.predicted_speed, dict(zip(SPEED_FIELDS, speeds, strict=True)))
+            told = dict(zip(SPEED_FIELDS, speeds, strict=True))
+            write_json(paths.predicted_speed, {**told, "busy_cores": found.busy_cores})
 
 
 SPEED_FIELDS = ("samples_per_second", "low", "high")
@@ -268,6 +267,11 @@ def _sources(time: StepTime, costs: Costs, devices: int, within: Link) -> list[s
         if spent
     )
     found = [f"costs are those of {costs.name}: {shares}"]
+    if isinstance(costs, CostTable) and costs.busy_cores > BUSY_CORES:
+        found.append(
+            f"other programs used {costs.busy_cores:.1f} cores while operators were measured: the costs may be too "
+            "high, and serve this kernel alone"
+        )
     if devices > 1:
         late = within.late_seconds(time.work_seconds)
         last = f", {format_seconds(late)} of it for the last of them (the range: none to {LATEST:g} times that)"
@@ -357,6 +361,8 @@ class SpeedEstimate(Drawable):
     """What joins devices of a node."""
     config: Config | None = None
     """What would run; None where only a recording was priced."""
+    busy_cores: float = 0.0
+    """That other programs used while the operators of this machine were measured."""
     correction: float = 1.0
     """measured / predicted seconds of a trial of the same model, by which the step is corrected."""
 

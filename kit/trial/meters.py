@@ -5,6 +5,7 @@ Each writes one event per rank, at most, and none costs a measured step anything
 - `CpuUse`, `cpu_used`: CPU seconds of a rank and its loader processes after the warm-up steps, from two readings of the
   system's clocks. CPU seconds over wall seconds are cores. A process's clock counts all its threads; loader processes
   count as far as they live at both readings. A thread that is ready but has no core is *queued* (on Linux), not idle.
+  What all programs of the machine used, less the ranks and all that they started, is what others used meanwhile.
 - `EnergyUse`, `energy_measured`: joules and seconds of the rank's own GPU after the warm-up steps, from two readings of
   the card's own counter; joules over seconds are watts of the whole board, with whatever else runs on it. No event on
   the CPU, without NVML, for a card without a counter, a MIG instance, and when the counter moved too few times; watts
@@ -31,6 +32,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import os
 import sys
 import threading
 import time
@@ -40,7 +42,6 @@ from collections.abc import Callable, Mapping
 from types import FrameType
 from typing import Any, Generic, NamedTuple, TypeVar
 
-import psutil
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -49,7 +50,7 @@ from typing_extensions import override
 
 from kit.errors import KitWarning
 from kit.machine.gpus import read_joules
-from kit.machine.processes import scheduled_seconds
+from kit.machine.processes import cpu_seconds, scheduled_seconds
 from kit.memory.record.truth import AllocatorTrace
 from kit.memory.replay.snapshot import MOST_BYTES, batch_words, read_snapshot, save_snapshot
 from kit.train.callbacks import DeviceLimit
@@ -137,12 +138,14 @@ class AfterWarmup(Callback, Generic[Reading]):
 
 class _CpuSeconds(NamedTuple):
     wall: float
+    machine: float
+    """Of all programs."""
     process: float
     thread: float
     queued: float
     """How long this thread has waited for a core; 0 where the system does not tell."""
-    workers: dict[int, float]
-    """By process id."""
+    family: dict[int, float]
+    """Of this process and those that it started, by their ids."""
 
 
 class CpuUse(AfterWarmup[_CpuSeconds]):
@@ -150,25 +153,23 @@ class CpuUse(AfterWarmup[_CpuSeconds]):
 
     @override
     def read(self, trainer: Trainer) -> _CpuSeconds:
-        workers = {}
-        for process in psutil.Process().children(recursive=True):
-            with contextlib.suppress(psutil.Error):
-                used = process.cpu_times()
-                workers[process.pid] = used.user + used.system
-        _, queued = scheduled_seconds(threading.get_native_id())
-        return _CpuSeconds(time.perf_counter(), time.process_time(), time.thread_time(), queued, workers)
+        own, (_, queued) = (time.process_time(), time.thread_time()), scheduled_seconds(threading.get_native_id())
+        machine, family = cpu_seconds()
+        return _CpuSeconds(time.perf_counter(), machine, *own, queued, family)
 
     @override
     def write(self, trainer: Trainer, first: _CpuSeconds) -> None:
         now = self.read(trainer)
-        common = first.workers.keys() & now.workers.keys()
+        workers = first.family.keys() & now.family.keys() - {os.getpid()}
         self._context.writer.write(
             "cpu_used",
             wall_seconds=now.wall - first.wall,
+            machine_seconds=now.machine - first.machine,
+            family_seconds=sum(now.family.values()) - sum(first.family.values()),
             process_seconds=now.process - first.process,
             thread_seconds=now.thread - first.thread,
             queued_seconds=now.queued - first.queued,
-            workers_seconds=sum(now.workers[pid] - first.workers[pid] for pid in common),
+            workers_seconds=sum(now.family[pid] - first.family[pid] for pid in workers),
             workers=getattr(trainer.train_dataloader, "num_workers", 0),
         )
 

@@ -24,7 +24,7 @@ from kit.charts.style import GREEN, ORANGE, VERMILION
 from kit.chunks.cost import LayoutCost, slowest
 from kit.config import Config
 from kit.errors import KitError
-from kit.machine.processes import machine
+from kit.machine.processes import BUSY_CORES, machine
 from kit.records.ratios import NO_SPEED, SpeedRange, range_words, speed_key, speed_range
 from kit.trial.payload import parts_of
 from kit.trial.submit import given_of
@@ -172,6 +172,8 @@ def _predicted_card(predicted: SpeedEstimate, elsewhere: str) -> OverviewCard:
     title = f"speed of {elsewhere}, predicted" if elsewhere else "speed, predicted"
     mfu = "" if predicted.mfu is None else f" · {predicted.mfu:.0%} of its peak"
     step = f"{format_seconds(predicted.step_seconds)} a step · bound by {predicted.bound}{mfu}"
+    if predicted.busy_cores > BUSY_CORES:
+        step += f" · others used {predicted.busy_cores:.1f} cores while it was measured"
     whole = predicted.time.seconds or 1.0
     bar = [(spent / whole, COLOURS[kind]) for kind, spent in predicted.time.by_kind.items() if kind in COLOURS]
     code = "kit.predict_speed(config, device=...)"

@@ -141,7 +141,7 @@ class Panel(ConfigPanel):
         self.store: StoreView | None = None
         self.chunks: ChunkPart | None = None
         self.building: BuildPart | None = None
-        self.tabs = ipywidgets.Tab(layout={"width": "100%"})
+        self.tabs = ipywidgets.Tab(layout={"width": "100%", "margin": "0"})
         self._draw()
         if data is None:
             self.chunks = ChunkPart(self.form, weakly(self._check_before_measuring))

@@ -30,7 +30,7 @@ from kit.tables import html_warnings
 from kit.trial.settings_used import settings_used
 from kit.trial.trial import Trial
 from kit.units import format_bytes, format_count, format_seconds
-from kit.widgets.live import LiveDisplay, live_box
+from kit.widgets.live import LiveDisplay, live_box, weakly
 from kit.widgets.parts import QUIET, AnswerView, button, line, progress_html, row
 
 if TYPE_CHECKING:
@@ -39,6 +39,8 @@ if TYPE_CHECKING:
 _DRAWS_PER_SECOND = 6
 _LONGEST_PAUSE_SECONDS = 0.5
 _LOGGED_SECONDS = 3.0
+_LOOK_AGAIN_SECONDS = 1.0
+"""After the trial, while its memory is still being predicted."""
 _STARTING = "starting the ranks"
 
 
@@ -97,6 +99,10 @@ class TrialView(AnswerView):
             self.notes.value = notes_html(trial)
             if trial.error:
                 self.show_error(trial.error, trial.traceback)
+            if trial.ended and self._estimate is None and is_predicting(trial.paths):  # nobody else calls from now on
+                timer = threading.Timer(_LOOK_AGAIN_SECONDS, weakly(self.show), [trial])
+                timer.daemon = True
+                timer.start()
 
     def _draw_logged(self, trial: Trial) -> None:
         with contextlib.suppress(TrialError):  # nothing was logged yet

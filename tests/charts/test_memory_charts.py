@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from matplotlib.backends.backend_agg import FigureCanvasAgg
 from recordings import training_recording
 
 from kit.charts import style as look
@@ -85,6 +86,22 @@ def luminance(colour):
 def test_words_on_a_colour_can_be_read(name):
     low, high = sorted([luminance(LOOKS[name].colour), luminance(LOOKS[name].text_colour)])
     assert (high + 0.05) / (low + 0.05) > 3
+
+
+@pytest.mark.parametrize("name", LOOKS)
+def test_no_pattern_runs_through_words(name):
+    found = predict()
+    whole = dataclasses.replace(found, breakdown={**dict.fromkeys(CATEGORIES, 0), name: found.device_allocated_bytes})
+    chart = BreakdownChart()
+    chart.show([breakdown_info(whole)])
+    (words,) = [text for text in chart.axes.texts if text.get_text() == LOOKS[name].label]
+    words.set_color(LOOKS[name].colour)  # what is seen beside the letters
+    canvas = FigureCanvasAgg(chart.figure)
+    canvas.draw()
+    left, bottom, right, top = words.get_window_extent().extents.astype(int)
+    height = canvas.get_width_height()[1]
+    pixels = np.asarray(canvas.buffer_rgba())[height - top : height - bottom, left:right, :3]
+    assert len(np.unique(pixels.reshape(-1, 3), axis=0)) == 1
 
 
 def test_every_verdict_has_a_sign_of_its_own_beside_its_colour():

@@ -36,6 +36,9 @@ def test_each_config_is_a_row_with_prediction_measurement_and_ratio(stores):
         assert reading.seconds > 0
     assert readings[0].requests_per_sample > readings[1].requests_per_sample
     assert f"median ratio {readings.median_ratio:.2f}" in repr(readings)
+    assert re.findall("predicted|measured|ratio", repr(readings).splitlines()[1]) == [
+        "predicted", "measured", "ratio", "predicted", "measured",
+    ]  # fmt: skip
     assert readings._repr_html_().count("<tr") == 4
     assert "mixing" not in repr(readings)
     busy, quiet = (Readings([replace(readings[0], queued_fraction=share)]) for share in (0.9, 0.2))

@@ -29,7 +29,7 @@ def test_peaks_are_calls_of_the_table_of_costs_timed_once_and_remembered(config,
 def test_what_was_measured_before_peaks_stays_in_the_table(config, busy_machine_counts):
     path = measure._path(config(), measure.take_devices(config()).resolved)
     one = peaks._product("float32", 8)
-    measure._keep(path, measure.CostTable("this CPU", {one: 1e-15}, 1e-5, 0.0, 1e-3), 0.0)
+    measure._keep(path, measure.CostTable("this CPU", {one: 1e-15}, 1e-5, 0.0, 1e-3))
     found = kit.studies.device_peaks(config())
     assert found.peak("float32") == pytest.approx(2 * 8**3 / 1e-15), "the best product that is known"
     table = measure.table_known(config())

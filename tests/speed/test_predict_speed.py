@@ -4,6 +4,7 @@ import functools
 from dataclasses import replace
 
 import pytest
+from waiting import wait_until
 
 import kit
 from kit.charts.style import png
@@ -12,6 +13,7 @@ from kit.machine.machine import hardware
 from kit.memory.prediction import predict_memory
 from kit.memory.replay.calls import OperatorCall
 from kit.memory.replay.cards import target_of
+from kit.records.row import row_of_trial
 from kit.speed import measure
 from kit.speed.call_timer import time_call
 from kit.speed.cost_table import CostTable
@@ -99,7 +101,7 @@ def test_calls_are_timed_in_a_process_once_and_remembered(config, monkeypatch):
     settings = config().replace({"hardware.threads_per_rank": 1})
     step = step_of(predict_memory(settings, TinyModule, TinyData).recording)
     path = measure._path(settings, measure.take_devices(settings).resolved)
-    measure._keep(path, CostTable("this CPU", {}, 1e-5, 0.0, 1e-3), 0.0)  # the host's costs take a minute
+    measure._keep(path, CostTable("this CPU", {}, 1e-5, 0.0, 1e-3))  # the host's costs take a minute
     taken = measure.table_here(settings, step, seconds=2.0)
     timed = [call for call in step.calls if call in taken.table.measured]
     assert timed
@@ -118,7 +120,7 @@ def test_two_ranks_time_calls_beside_each_other_and_what_joins_them(config, monk
     step = step_of(predict_memory(alone, TinyModule, TinyData).recording)
     path = measure._path(alone, measure.take_devices(alone).resolved)
     first = dict.fromkeys(step.calls[:3], 1e-6)
-    measure._keep(path, CostTable("this CPU", first, 1e-5, 0.0, 1e-3), 0.0)  # the host's costs take a minute
+    measure._keep(path, CostTable("this CPU", first, 1e-5, 0.0, 1e-3))  # the host's costs take a minute
     speed = predict_speed(two, TinyModule, TinyData, measure_seconds=1.0)
     assert "measured" in " ".join(speed.reasons)
     assert speed.time.exchange_seconds > 0
@@ -138,7 +140,7 @@ def test_more_ranks_than_cores_measure_among_all_of_them_what_joins_them(config,
     for ranks in (1, 2):
         one = measure._of(alone, ranks, 3)
         path = measure._path(one, measure.take_devices(one).resolved)
-        measure._keep(path, CostTable("this CPU", {}, 1e-5, 0.0, 1e-3), 0.0)  # the host's costs take a minute
+        measure._keep(path, CostTable("this CPU", {}, 1e-5, 0.0, 1e-3))  # the host's costs take a minute
     assert measure.table_known(three, 3).link is None
     found = measure.table_here(three, ranks=3, seconds=0.0).table
     assert "3 ranks" in found.link.name
@@ -151,11 +153,11 @@ def test_more_ranks_than_cores_measure_among_all_of_them_what_joins_them(config,
 
 def test_what_was_measured_beside_other_programs_serves_this_kernel_alone(config):
     path = measure._path(config(), measure.take_devices(config()).resolved)
-    table = CostTable("this CPU", {}, 1e-5, 0.0, 1e-3)
-    measure._keep(path, table, 1.5)
+    table = CostTable("this CPU", {}, 1e-5, 0.0, 1e-3, busy_cores=1.5)
+    measure._keep(path, table)
     assert not path.exists()
     assert measure.table_known(config()) == table
-    measure._keep(path, slower := table.slowed(2.0), 0.0)
+    measure._keep(path, slower := replace(table, busy_cores=0.0).slowed(2.0))
     assert measure.table_known(config()) == slower == measure._read(path)
 
 
@@ -167,16 +169,20 @@ def test_what_was_measured_beside_other_programs_answers_again_and_is_said(confi
     monkeypatch.setattr(measure, "BUSY_CORES", -1.0)
     step = step_of(predict_memory(config(), TinyModule, TinyData).recording)
     path = measure._path(config(), measure.take_devices(config()).resolved)
-    measure._keep(path, CostTable("this CPU", {}, 1e-5, 0.0, 1e-3), 1.5)  # the host's costs take a minute
+    measure._keep(path, CostTable("this CPU", {}, 1e-5, 0.0, 1e-3, busy_cores=1.5))  # the host's take a minute
     first = measure.table_here(config(), step, seconds=2.0)
     assert first.table.backward_call_seconds == 1e-5
     assert first.table.measured.keys() & set(step.calls)
-    assert first.busy_cores >= 1.5
+    assert first.table.busy_cores >= 1.5
     with monkeypatch.context() as patched:
         patched.setattr(measure, "_measured", measured_again)
         second = measure.table_here(config(), step, seconds=2.0)
-        assert "other programs" in " ".join(predict_speed(config(), TinyModule, TinyData).reasons)
-    assert (second.table, second.busy_cores, second.quiet) == (first.table, first.busy_cores, False)
+        said = predict_speed(config(), TinyModule, TinyData)
+        assert "other programs" in " ".join(said.reasons)
+        trial = kit.fit(config(predict_memory=True), TinyModule, TinyData).wait()
+        wait_until(trial.paths.prediction.is_file)
+        assert row_of_trial(trial)["other_cores_when_predicted"] == said.busy_cores == first.table.busy_cores
+    assert (second.table, second.quiet) == (first.table, False)
     assert not path.exists()
 
 
@@ -186,7 +192,9 @@ def test_what_joins_ranks_is_measured_once_beside_other_programs(config, monkeyp
     for ranks in (1, 2):
         one = measure._of(three, ranks, 3)
         path = measure._path(one, measure.take_devices(one).resolved)
-        measure._keep(path, CostTable("this CPU", {}, 1e-5, 0.0, 1e-3), 1.5)  # the host's costs take a minute
+        measure._keep(
+            path, CostTable("this CPU", {}, 1e-5, 0.0, 1e-3, busy_cores=1.5)
+        )  # the host's costs take a minute
     first = measure.table_here(three, ranks=3, seconds=0.0)
     monkeypatch.setattr(measure, "_measured", measured_again)
     second = measure.table_here(three, ranks=3, seconds=0.0)
@@ -201,9 +209,9 @@ def test_calls_timed_when_others_are_quiet_are_written_and_serve_all(config, mon
     step = step_of(predict_memory(config(), TinyModule, TinyData).recording)
     path = measure._path(config(), measure.take_devices(config()).resolved)
     table = CostTable("this CPU", {}, 1e-5, 0.0, 1e-3)
-    measure._keep(path, table, 0.0)
+    measure._keep(path, table)
     other = OperatorCall("other::call", (), (), ())
-    monkeypatch.setitem(measure._busy_tables, path, (table.with_calls({other: 1.0}), float("inf")))
+    monkeypatch.setitem(measure._busy_tables, path, replace(table.with_calls({other: 1.0}), busy_cores=1e12))
     measure.table_here(config(), step, seconds=2.0)
     assert measure._read(path).measured.keys() & set(step.calls)
     assert other not in measure._read(path).measured, "that was measured beside others"

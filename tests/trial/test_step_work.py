@@ -1,3 +1,6 @@
+import subprocess
+import sys
+
 import pytest
 import torch
 from lightning.pytorch import LightningModule
@@ -5,6 +8,8 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
 import kit
+from kit.machine.processes import BUSY_CORES
+from kit.records.row import row_of_trial
 from kit.testing import TinyData, TinyModule
 from kit.trial.meters import WorkMode
 
@@ -130,3 +135,27 @@ def test_cpu_seconds_of_a_rank_and_its_loader_processes_are_told(config):
     assert 0 < used["thread_seconds"] <= used["process_seconds"]
     slept = 0.02 * (trial.event("fit_ended", "steps") - 2)
     assert used["wall_seconds"] - used["thread_seconds"] >= slept, "a step that sleeps uses no CPU"
+
+
+def test_a_row_tells_the_cores_that_other_programs_used_but_not_those_of_the_trial(config):
+    command = [sys.executable, "-c", "while True: pass"]
+    with subprocess.Popen(command) as other:
+        beside = kit.fit(config(warmup_steps=2, max_steps=30), TinyModule(seconds=0.02), TinyData()).wait()
+        other.kill()
+    assert row_of_trial(beside)["other_cores"] > BUSY_CORES
+    used = kit.fit(config(warmup_steps=2), Starts(), TinyData()).wait().event("cpu_used")
+    assert used["family_seconds"] - used["process_seconds"] - used["workers_seconds"] > 0.9 * STARTED_SECONDS
+    assert used["machine_seconds"] > 0.9 * used["family_seconds"]
+
+
+STARTED_SECONDS = 0.3
+
+
+class Starts(TinyModule):
+    """Has a program of its own compute once, in a step that is measured."""
+
+    def training_step(self, batch, batch_idx):
+        if batch_idx == 3:
+            program = f"import time\nwhile time.process_time() < {STARTED_SECONDS}: pass"
+            subprocess.run([sys.executable, "-c", program], check=True)
+        return super().training_step(batch, batch_idx)

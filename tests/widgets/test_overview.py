@@ -1,6 +1,7 @@
 """The four answers on top of a panel, from real estimates, plans and trials."""
 
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -91,6 +92,9 @@ def test_on_a_gpu_model_that_is_not_here_the_operators_of_the_step_are_priced(tr
     assert card.title == "speed of A100-40GB, predicted"
     assert " to " in card.value
     assert "bound by host" in card.why
+    assert "cores" not in card.why
+    beside = speed_card(None, trial.asked, predicted=replace(predicted, busy_cores=2.3))
+    assert "others used 2.3 cores" in beside.why
     run = run_card(speed, trial.asked, "A100-40GB", predicted)
     assert " to " in run.value
     assert "data sheet of A100-40GB" in run.why

@@ -6,11 +6,13 @@ import threading
 
 import numpy as np
 import pytest
+from made_runs import make_run
 from properties import nightly
-from waiting import PATIENCE_SECONDS
+from waiting import PATIENCE_SECONDS, wait_until
 
 from kit.config import Config
 from kit.errors import ConfigError, TrialError, UnreachableStoreError
+from kit.memory.prediction import predict_memory
 from kit.widgets import panel as panels
 from kit.widgets.live import LatestOnlyWorker
 from kit.widgets.panel import Panel, panel
@@ -346,6 +348,20 @@ def test_a_view_of_another_trial_ignores_the_first(quick, config):
     view = TrialView(config)
     view.show(quick.trial)
     assert words(view) == "ready"
+
+
+def test_the_chart_of_a_trial_that_has_ended_gets_the_prediction_that_comes_later(quick, config, tmp_path):
+    quick.fit()
+    quick.wait(WAIT)
+    trial = quick.trial
+    memory = predict_memory(trial.config, data="kit.testing:TinyData")
+    trial.paths.prediction.unlink(missing_ok=True)
+    trial.paths.predicting.write_text(str(make_run(tmp_path).directory))  # it has not ended
+    view = TrialView(config)
+    view.watch(trial)
+    assert "being predicted" in view.chart.value
+    trial.paths.write_prediction(memory.to_dict())
+    wait_until(lambda: "being predicted" not in view.chart.value)
 
 
 def test_words_that_change_quickly_are_not_spoken():

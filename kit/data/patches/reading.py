@@ -41,8 +41,8 @@ if TYPE_CHECKING:
     from kit.data.patches.loader import PatchLoader
 
 _COLUMNS = (
-    ("", "chunk"), ("", "order"), ("samples/s", "measured"), ("samples/s", "predicted"), ("samples/s", "ratio"),
-    ("", "bound by"), ("requests", "measured"), ("requests", "predicted"), ("", "read"), ("", "first batch"),
+    ("", "chunk"), ("", "order"), ("samples/s", "predicted"), ("samples/s", "measured"), ("samples/s", "ratio"),
+    ("", "bound by"), ("requests", "predicted"), ("requests", "measured"), ("", "read"), ("", "first batch"),
 )  # fmt: skip
 """(heading above, heading) of each."""
 _KEY = "requests and bytes read are per sample"
@@ -102,9 +102,9 @@ class MeasuredReading:
     def row(self) -> tuple[str, ...]:
         """Its cells as text."""
         return (
-            "×".join(map(str, self.chunk)), self.order, format_count(self.samples_per_second),
-            format_count(self.predicted_samples_per_second), f"{self.ratio:.2f}", self.bound,
-            f"{self.requests_per_sample:.3g}", f"{self.predicted_requests_per_sample:.3g}",
+            "×".join(map(str, self.chunk)), self.order, format_count(self.predicted_samples_per_second),
+            format_count(self.samples_per_second), f"{self.ratio:.2f}", self.bound,
+            f"{self.predicted_requests_per_sample:.3g}", f"{self.requests_per_sample:.3g}",
             format_bytes(self.bytes_per_sample), format_seconds(self.first_batch_seconds),
         )  # fmt: skip
 
@@ -164,7 +164,7 @@ class Readings(ResultRows[MeasuredReading]):
 
     def __repr__(self) -> str:
         columns, rows, fastest = self._table()
-        titles = [group if group and title == "measured" else title for group, title in columns]
+        titles = [f"{group} {title}" if title == "predicted" else title for group, title in columns]
         return "\n".join([self._headline, text_table(titles, rows, fastest), *self._notes])
 
     def _repr_html_(self) -> str:
