@@ -391,3 +391,10 @@ def test_a_store_that_holds_only_text_is_a_named_error_for_every_reader(tmp_path
         with pytest.raises(KitError, match=r"numbers?|numeric|integers"):
             read_it()
     assert not (tmp_path / "new.zarr").exists()
+
+
+def test_a_key_of_s3_without_its_secret_is_refused_and_no_other_key_taken(monkeypatch):
+    monkeypatch.setenv("MINE", "only-one-half")
+    with pytest.raises(StoreError, match="MINE") as caught:
+        kit.open_dataset("s3://box/a.zarr", credentials="env:MINE")
+    assert "half" not in str(caught.value)

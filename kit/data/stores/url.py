@@ -267,6 +267,8 @@ def options_of(url: str, credentials: str, read_only: bool) -> dict[str, Any]:
         return options | {"token": token}
     if scheme == "s3":
         key, _, rest = secret.partition(":")
+        if not key or not rest.partition(":")[0]:  # libraries would take another key of this machine
+            raise StoreError(f"{redact(url)}: {name} is no key of S3; write KEY:SECRET, KEY:SECRET:TOKEN, or JSON")
         return options | {"key": key, "secret": rest.partition(":")[0], "token": rest.partition(":")[2] or None}
     if scheme == "az":
         kinds = (("AccountName=", "connection_string"), ("sig=", "sas_token"))
