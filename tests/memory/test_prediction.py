@@ -247,17 +247,6 @@ def test_a_module_that_could_not_be_made_with_a_guess_turned_is_answered(config)
     assert found.device_allocated_bytes == predict_memory(config(), Wide, data).device_allocated_bytes
 
 
-def test_a_step_that_fails_leaves_what_is_known(config):
-    class Broken(Wide):
-        def training_step(self, batch, batch_idx):
-            raise ValueError("a scripted fault")
-
-    found = predict_memory(config(), Broken, data)
-    assert (found.complete, found.verdict) == (False, "unknown")
-    assert found.breakdown["parameters"] == WEIGHTS
-    assert any("a scripted fault" in reason for reason in found.reasons)
-
-
 def test_weights_that_are_held_by_an_instance_are_not_sent(config, monkeypatch):
     sent = []
     monkeypatch.setattr(

@@ -789,8 +789,12 @@ def forward_scratch_bytes(args: Sequence[Any], _: Any) -> int:
     values, width = args[0], int(args[10])
     steps, batch = _sizes(values)
     inputs, size = int(values.shape[-1]) + width, int(values.element_size())
-    if size < _FLOAT_BYTES:
+    if size < _FLOAT_BYTES and _multiplies_half(values.dtype):
         return 4 * width * size * (inputs + 1) + 6 * _FLOAT_BYTES * batch * width
+    if size < _FLOAT_BYTES:
+        states = 3 * -(-batch * _row_bytes(width, size) // _PAGE_BYTES) * _PAGE_BYTES
+        weights = 4 * width * size + _row_bytes(4 * width, size) * inputs
+        return weights + _row_bytes(4 * width, _FLOAT_BYTES) * batch * steps + states
     gates = _row_bytes(4 * width, _FLOAT_BYTES)
     return 4 * width * size + gates * (inputs + batch * steps) + 2 * size * batch * width + _SCRATCH_BYTES
 
@@ -808,9 +812,16 @@ def backward_scratch_bytes(args: Sequence[Any], _: Any) -> int:
     if size < _FLOAT_BYTES:
         weights = 4 * width * sum(size * -(-number // _HALF_LANES) * _HALF_LANES for number, _ in rows)
         widened = _FLOAT_BYTES * batch * width * (steps + 2)
+        if not _multiplies_half(values.dtype):
+            widened += _row_bytes(4 * width, size) * batch * steps
         return gradients + weights + widened + 4 * _FLOAT_BYTES * batch * width
     weights = 4 * width * sum(row for number, row in rows if row != number * size)
     return gradients + weights + gates * batch * steps + 2 * size * batch * width + _SCRATCH_BYTES
+
+
+def _multiplies_half(dtype: torch.dtype) -> bool:
+    """Whether this processor multiplies in half precision; others keep the gates of all steps beside it."""
+    return dtype is not torch.bfloat16 or torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
 
 
 def _sizes(values: Tensor) -> tuple[int, int]:
