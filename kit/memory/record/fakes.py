@@ -735,11 +735,12 @@ ONEDNN_HALF: dict[torch.dtype, Callable[[], bool]] = {
     torch.bfloat16: torch.ops.mkldnn._is_mkldnn_bf16_supported,
     torch.float16: torch.ops.mkldnn._is_mkldnn_fp16_supported,
 }
-"""Whether this processor has instructions for a number format; without them oneDNN does nothing in it."""
+"""Whether oneDNN takes a number format on this processor: bfloat16 with AVX-512, though not all that have it multiply
+bfloat16 (`_multiplies_half`)."""
 
 
 def is_emulated(dtype: torch.dtype) -> bool:
-    """Whether torch computes in a number format for which this processor has no instructions."""
+    """Whether torch computes in a number format that oneDNN does not take on this processor."""
     return not ONEDNN_HALF.get(dtype, lambda: True)()
 
 
@@ -821,7 +822,7 @@ def backward_scratch_bytes(args: Sequence[Any], _: Any) -> int:
 
 def _multiplies_half(dtype: torch.dtype) -> bool:
     """Whether this processor multiplies in half precision; others keep the gates of all steps beside it."""
-    return dtype is not torch.bfloat16 or torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
+    return dtype is not torch.bfloat16 or torch.cpu._is_avx512_bf16_supported()
 
 
 def _sizes(values: Tensor) -> tuple[int, int]:
