@@ -19,6 +19,9 @@ PYTEST := -m pytest -n auto --dist loadfile --no-loadscope-reorder
 TESTS  := $(BIN)/python $(PYTEST)
 TESTED := --ignore=tests/browser --ignore=tests/faults -m "not fault and not slow"
 
+# Jupyter's question about news, which lies over the notebook, and its look for a newer JupyterLab on the network.
+ANNOUNCEMENTS := @jupyterlab/apputils-extension:announcements
+
 # What kernel and server say to each other is encrypted; each kernel warns of it here where it is not.
 ENCRYPTED := --KernelManager.transport_encryption=auto
 
@@ -29,12 +32,10 @@ PEOPLE ?= 8
 
 .PHONY: lab reset book room test slow browser faults quick nightly coverage wheel check lint types notebooks bench gpu clean
 
-# A person needs the address and nothing else: Jupyter's own lines, extension by extension, are left out, and so is its
-# question about news, which would lie over the notebook; nobody looks for a newer JupyterLab on the network.
-QUIET := --LabApp.news_url=None --LabApp.check_for_updates_class=jupyterlab.NeverCheckForUpdate
+# A person needs the address and nothing else: Jupyter's own lines, extension by extension, are left out.
 lab: $(READY)
 	@echo "Starting JupyterLab: the browser opens notebooks/00_start.ipynb in a few seconds. Ctrl+C here ends it."
-	@$(BIN)/jupyter lab $(ROOT) --log-level=ERROR --LabApp.log_level=ERROR $(ENCRYPTED) $(QUIET) \
+	@$(BIN)/jupyter lab $(ROOT) --log-level=ERROR --LabApp.log_level=ERROR $(ENCRYPTED) \
 		--LabApp.default_url=/lab/tree/notebooks/00_start.ipynb
 
 # A fresh start for a course. What it moves is named first, nothing is deleted, and stores stay.
@@ -114,6 +115,7 @@ $(READY): pyproject.toml constraints.txt
 	@$(INSTALL) --upgrade 'pip>=24'
 	@$(INSTALL) --constraint constraints.txt --editable '.[dev]'
 	@$(BIN)/python -m ipykernel install --prefix $(VENV) --name kit --display-name 'kit (training experiments)' >/dev/null
+	@$(BIN)/jupyter labextension disable --level=sys_prefix --log-level=ERROR $(ANNOUNCEMENTS) 2>/dev/null
 	@touch $@
 	@echo "$(VENV) is ready."
 

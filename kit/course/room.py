@@ -98,8 +98,6 @@ def open_place(place: Place, ip: str) -> subprocess.Popen[bytes]:
                 sys.executable, "-m", "jupyterlab", "--no-browser", "--allow-root", f"--ServerApp.ip={ip}",
                 f"--ServerApp.port={place.port}", "--ServerApp.port_retries=0", "--log-level=WARN",
                 f"--ServerApp.root_dir={place.folder}", "--KernelManager.transport_encryption=auto",
-                # no question about Jupyter's news over the notebook, no look for a newer version on the network
-                "--LabApp.news_url=None", "--LabApp.check_for_updates_class=jupyterlab.NeverCheckForUpdate",
             ],
             env={
                 **os.environ, SEAT: f"{place.seat.number}/{place.seat.of} {place.seat.name}",
