@@ -382,7 +382,8 @@ class Data(Section):
     )
     align: Literal["exact", "override"] = setting(
         "exact", "Stores that are joined, or lie side by side: the coordinates of the other dimensions that they share "
-        "must be equal (exact), or those of url hold for all of them, element by element (override).",
+        "must be equal, and along join each store goes on where the one before ends (exact), or those of url hold for "
+        "all, element by element, and stores follow as they come (override).",
     )  # fmt: skip
     gap_dimension: str = setting(
         "", "Dimension, such as time, whose coordinate may have gaps: no patch reaches over one. Empty looks for none."

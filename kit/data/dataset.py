@@ -106,20 +106,21 @@ class Dataset:
         except Exception as error:
             raise store_error(self.url, error) from None
 
-    def coordinate(self, name: str) -> NDArray[Any]:
+    def coordinate(self, name: str, *, ends: bool = False) -> NDArray[Any]:
         """The decoded values of a coordinate, times as datetime64; for a dimension without one, its index.
 
-        Times of calendars that numpy does not have, such as `360_day`, stay numbers.
+        Times of calendars that numpy does not have, such as `360_day`, stay numbers. `ends` reads the first and the
+        last value alone: others may lie in thousands of chunks.
         """
         if name in self.coordinates:
             array = self.open_array(name)
-            stored = np.asarray(array[...])
+            stored = np.concatenate([array[:1], array[-1:]]) if ends else np.asarray(array[...])
             values = decode_times(stored, dict(array.attrs))
             return self.coordinates[name].decode(stored) if values is stored else values
         sizes = {dim: size for info in self.arrays.values() for dim, size in zip(info.dims, info.shape, strict=True)}
         if name not in sizes:
             raise KeyError(f"{name!r} is no dimension of {redact(self.url)}; it has {', '.join(sizes)}")
-        return np.arange(sizes[name])
+        return np.array([0, sizes[name] - 1]) if ends else np.arange(sizes[name])
 
     def select(self, variables: Sequence[str] = ()) -> list[ArrayInfo]:
         """The arrays named, in that order; for no names, the data that share the shape of highest rank and size.
@@ -262,10 +263,10 @@ class XarrayDataset(Dataset):
             )  # fmt: skip
         return XarrayStore(store, Cutter(self.xarray_object, self.arrays))
 
-    def coordinate(self, name: str) -> NDArray[Any]:
-        if name in self.xarray_object.coords or name not in self.xarray_object.sizes:
-            return np.asarray(self.xarray_object.coords[name].values)
-        return np.arange(self.xarray_object.sizes[name])
+    def coordinate(self, name: str, *, ends: bool = False) -> NDArray[Any]:
+        known = name in self.xarray_object.coords or name not in self.xarray_object.sizes
+        values = np.asarray(self.xarray_object.coords[name]) if known else np.arange(self.xarray_object.sizes[name])
+        return values[[0, -1]] if ends else values
 
 
 def open_xarray(given: Any) -> XarrayDataset:

@@ -22,6 +22,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from functools import partial
+from itertools import pairwise
 from math import sqrt
 from os import PathLike
 from typing import Any, Literal, Self
@@ -38,7 +39,7 @@ from kit.data.files import split_group
 from kit.data.open_dataset import open_dataset, open_url
 from kit.data.places import Match, Matched, difference, match_values, usual_step
 from kit.data.stores.url import read_object, redact
-from kit.data.variables import CALENDARS, GREGORIAN_STARTS, ArrayInfo, is_time_unit
+from kit.data.variables import CALENDARS, GREGORIAN_STARTS, NUMBERS, ArrayInfo, is_time_unit
 from kit.errors import ConfigError, Problem
 
 _ALIKE = ("dims", "dtype", "chunk", "shard", "scale_factor", "add_offset", "missing", "also_missing")
@@ -63,11 +64,12 @@ class JoinedDataset(StoreDataset):
         found = find_object(self.sources, key)
         return super().locate(key) if found is None else self.parts[found[0]].locate(found[1])
 
-    def coordinate(self, name: str) -> NDArray[Any]:
+    def coordinate(self, name: str, *, ends: bool = False) -> NDArray[Any]:
         if name == self.dimension and name in self.parts[0].coordinates:
-            return np.concatenate([part.coordinate(name) for part in self.parts])
+            values = np.concatenate([part.coordinate(name, ends=ends) for part in self.parts])
+            return values[[0, -1]] if ends else values
         owner = next((part for part in self.parts if name in part.coordinates), None)
-        return super().coordinate(name) if owner is None else owner.coordinate(name)
+        return super().coordinate(name, ends=ends) if owner is None else owner.coordinate(name, ends=ends)
 
     def _headline(self) -> str:
         how = f"along {self.dimension}" if self.dimension else "side by side"
@@ -93,8 +95,8 @@ def join(
         match: How the elements of stores of another resolution are found along each dimension that differs, as
             `data.match`. A variable whose name an earlier store has is named with its store's number, as `sst_2`.
         unmatched: What an element of the first store without a match is, as `data.unmatched`.
-        align: Whether coordinates must be equal ("exact"), or those of the first store hold for all ("override"), as
-            `data.align`.
+        align: Whether coordinates must be equal, and go on along `dimension` from store to store ("exact"), or those
+            of the first store hold for all, and stores follow as they come ("override"), as `data.align`.
 
     Returns:
         The dataset, for `kit.data.PatchData(config, dataset)`. `data.more`, `data.join` and `data.match` of a config do
@@ -102,7 +104,8 @@ def join(
 
     Raises:
         ConfigError: when they are not cut, packed and named alike, with what differs; when coordinates differ, with
-            store, dimension and the first place; when they cannot be compared, or elements have no match.
+            store, dimension and the first place; when one begins before the one that it follows has ended; when they
+            cannot be compared, or elements have no match.
         StoreError: when one cannot be opened.
 
     Example:
@@ -141,6 +144,8 @@ def join(
                 arrays[name] = info
     else:
         notes, follow = tuple(_unlike_coordinates(parts, dimension, align)), dimension in sizes
+        if follow and align == "exact":
+            _refuse_disorder(parts, dimension)
         for name, info in parts[0].arrays.items():
             if all(name in part.arrays for part in parts) and (dimension in info.dims or not follow):
                 arrays[name] = _along(dimension, name, parts)
@@ -333,16 +338,17 @@ def _numbers(part: Dataset, name: str) -> tuple[NDArray[Any], str]:
     return numbers, kind
 
 
-def comparable(part: Dataset, name: str) -> tuple[NDArray[Any], str]:
+def comparable(part: Dataset, name: str, *, ends: bool = False) -> tuple[NDArray[Any], str]:
     """A coordinate in numbers, also of several stores, and what they are: those of one kind can be compared.
 
-    Times are microseconds where their calendar is known; cftime knows those that numpy does not.
+    Times are microseconds where their calendar is known; cftime knows those that numpy does not. `ends` is as of
+    `Dataset.coordinate`, of each store.
     """
     if isinstance(part, JoinedDataset):
         holders = [one for one in part.parts if name in one.coordinates]
-        pairs = [comparable(one, name) for one in (holders if name == part.dimension else holders[:1])]
+        pairs = [comparable(one, name, ends=ends) for one in (holders if name == part.dimension else holders[:1])]
         return np.concatenate([numbers for numbers, _ in pairs]), " and ".join(sorted({kind for _, kind in pairs}))
-    values, units = part.coordinate(name), part.coordinates[name].units
+    values, units = part.coordinate(name, ends=ends), part.coordinates[name].units
     if values.dtype.kind == "M":
         return values.astype("datetime64[us]").astype(np.int64), "times"
     if values.dtype.kind != "O" and not is_time_unit(units):
@@ -360,6 +366,32 @@ def comparable(part: Dataset, name: str) -> tuple[NDArray[Any], str]:
     numbers = date2num(values, "microseconds since 1970-01-01", calendar).astype(np.int64)
     known = calendar in CALENDARS and numbers.min() >= GREGORIAN_STARTS.astype(np.int64)
     return numbers, "times" if known else f"times of the calendar {calendar}"
+
+
+def _refuse_disorder(parts: Sequence[Dataset], dimension: str) -> None:
+    """Refuse a store that does not go on where the one before it ends: years in another order, or one of them twice.
+
+    A coordinate rises or falls as its first two values do. Names, and times that nobody here can compare, go by
+    their place.
+
+    Raises:
+        ConfigError: with both stores and the two values.
+    """
+    parts = [part for part in parts if _is_index(part, dimension) and part.coordinates[dimension].shape != (0,)]
+    found = list(_each(partial(comparable, name=dimension, ends=True), parts))
+    if len({kind for _, kind in found}) != 1 or any(numbers.dtype.kind not in NUMBERS for numbers, _ in found):
+        return
+    values = np.concatenate([numbers for numbers, _ in found])
+    rises = next((value > values[0] for value in values if value != values[0]), True)
+    for (before, (ended, _)), (after, (begun, _)) in pairwise(zip(parts, found, strict=True)):
+        if begun[0] == ended[-1] or (begun[0] > ended[-1]) != rises:
+            last, first = (one.coordinate(dimension, ends=True) for one in (before, after))
+            raise _error(
+                f"{dimension} of {redact(after.url)} begins at {first[0]}, and that of {redact(before.url)}, which it "
+                f"follows, ends at {last[-1]}; give stores in order, each element once, or data.align: override takes "
+                "them as they come",
+                "align",
+            )
 
 
 def _unlike_coordinates(parts: Sequence[Dataset], dimension: str, align: Align) -> Iterator[str]:

@@ -212,9 +212,10 @@ def test_means_of_stores_that_kit_built_are_known_of_all_together(tmp_path, tiny
     places = [str(tmp_path / f"{number}.zarr") for number in range(3)]
     for seed, place in enumerate(places):
         kit.build(tiny_config(place, data__arguments={"time": 4, "seed": seed}), progress=False)
-    joined = kit.data.join(places, dimension)
+    joined = kit.data.join(places, dimension, align="override")  # all are of the same days
     config = config_of(**{
         "data.url": places[0], "data.more": tuple(places[1:]), "data.join": dimension, "data.variables": ("wind",),
+        "data.align": "override",
     })  # fmt: skip
     expected = kit.data.statistics(config, progress=False).mean_and_deviation(0)
     assert (joined.arrays["wind"].mean, joined.arrays["wind"].deviation) == pytest.approx(expected)
@@ -222,7 +223,7 @@ def test_means_of_stores_that_kit_built_are_known_of_all_together(tmp_path, tiny
 
 def test_a_static_field_that_each_year_holds_is_that_of_the_first(tmp_path):
     places = [member(tmp_path / f"{number}.zarr", field(number)) for number in range(2)]
-    joined = kit.data.join(places, "time")
+    joined = kit.data.join(places, "time", align="override")
     assert joined.arrays["depth"].dims == DIMS[1:]
     data = kit.data.PatchData(config_of(**{"data.variables": ("sst", "depth")}), joined)
     loader = data.train_dataloader()
@@ -384,7 +385,7 @@ def begins_of(places, **changes):
         "data.patch": patch, "data.order": "grid", "data.gap_dimension": "time", "loader.batch_size": 1,
         "data.stride": {"time": 1}, **changes,
     })  # fmt: skip
-    plan = sample_plan(config, kit.data.join(places, "time"), 1)
+    plan = sample_plan(config, kit.data.join(places, "time", align=config.data.align), 1)
     return {int(plan.batch(0, step, 0)[0, 0]) for step in range(plan.batches_per_epoch)}
 
 
@@ -408,7 +409,7 @@ def test_gaps_in_times_of_other_calendars_are_seen_over_years_that_count_from_th
 @pytest.mark.parametrize("back", [2, 100])
 def test_no_patch_reaches_over_a_time_that_turns_back(tmp_path, back):
     places = [with_xarray(tmp_path, 0), with_xarray(tmp_path, 1, first=-back)]
-    assert begins_of(places) == {*range(2 * SHAPE[0] - 2)} - {SHAPE[0] - 2, SHAPE[0] - 1}
+    assert begins_of(places, **{"data.align": "override"}) == {*range(2 * SHAPE[0] - 2)} - {SHAPE[0] - 2, SHAPE[0] - 1}
 
 
 def test_gaps_between_names_are_refused(tmp_path):
@@ -450,6 +451,42 @@ def test_what_lies_in_a_bucket_is_read_and_kept_as_if_it_were_alone(cloud, tmp_p
         made = open_client(joined.open_store(), joined.url, 5.0, Counters(), 8)
         made.close()
         assert isinstance(made, client)
+
+
+@pytest.mark.parametrize("order", [(1, 0), (0, 2, 1), (0, 0), (0, 1, 1)])
+def test_years_in_another_order_or_twice_are_refused(tmp_path, order):
+    places = {number: with_xarray(tmp_path, number) for number in set(order)}
+    with pytest.raises(ConfigError, match=rf"align: time of .*{order[-1]}\.zarr begins at 2001-01-.* ends at 2001-01-"):
+        kit.data.join([places[number] for number in order], "time")
+    joined = kit.data.join([places[number] for number in order], "time", align="override")
+    check(config_of(), joined, np.concatenate([field(number) for number in order]))
+
+
+def test_a_coordinate_may_fall_from_store_to_store_and_have_one_element_in_each(tmp_path):
+    xarray = pytest.importorskip("xarray")
+    made = {}
+    for day in (3, 2, 1):
+        time = np.array([f"2001-01-0{day}"], "datetime64[ns]")
+        made[day] = xarray.Dataset({"sst": (("time", "lat", "lon"), field(day)[:1])}, {"time": time})
+        made[day].to_zarr(tmp_path / f"{day}.zarr", encoding={"sst": {"chunks": (1, 6, 6)}}, consolidated=False)
+    places = [tmp_path / f"{day}.zarr" for day in made]
+    assert kit.data.join(places, "time").coordinate("time").astype("datetime64[D]").tolist()[0].day == 3
+    with pytest.raises(ConfigError, match="align: time of .*2"):
+        kit.data.join([places[0], places[2], places[1]], "time")
+
+
+def test_ends_of_a_coordinate_are_read_without_what_is_between(cloud, tmp_path):
+    group = zarr.open_group(str(tmp_path / "s.zarr"), mode="w")
+    for name, values, chunks in (("sst", field(0), (4, 6, 6)), ("time", np.arange(SHAPE[0]), (1,))):
+        along = DIMS[: values.ndim]
+        group.create_array(name, shape=values.shape, chunks=chunks, dtype=values.dtype, dimension_names=along)[...] = (
+            values
+        )
+    dataset = open_dataset(cloud.upload(tmp_path / "s.zarr", "joined/s.zarr"))
+    dataset.open_array("time")
+    cloud.reset_counts()
+    assert dataset.coordinate("time", ends=True).tolist() == [0, SHAPE[0] - 1]
+    assert cloud.counts().kinds["read"].requests <= 4 < SHAPE[0]  # of it and its metadata
 
 
 def test_a_chunk_that_is_missing_is_told_with_the_store_that_lacks_it(tmp_path):
