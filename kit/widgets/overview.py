@@ -191,7 +191,8 @@ def data_card(
     size = config.loader.batch_size
     requests = sum(cost.requests_made_per_batch for cost in costs) / size
     stored = format_bytes(sum(cost.bytes_made_per_batch for cost in costs) / size)
-    why, bar = f"{requests:.3g} requests, {stored} a sample, bound by {slowest(costs).bound}", []
+    why = f"{requests:.3g} requests, {stored} a sample where nothing is cached, bound by {slowest(costs).bound}"
+    bar: list[tuple[float, str]] = []
     rate = ranks * size / sum(cost.seconds_per_batch for cost in costs)
     if speed is not None and speed.holds_for(config) and not elsewhere:
         used = speed.samples_per_second / rate
