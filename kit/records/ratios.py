@@ -191,7 +191,7 @@ def _others(cores: float | None, when: str) -> str:
     """What all else on the machine used; nothing where that is too little to slow a trial, or not known."""
     if (cores or 0.0) <= BUSY_CORES:
         return ""
-    return f"; other programs, such as the browser and this kernel, used {cores:.1f} of the machine's cores {when}"
+    return f"; other programs, such as the browser and this kernel, kept {cores:.1f} cores busy {when}"
 
 
 def _parts(row: Values) -> tuple[float, float]:

@@ -106,7 +106,7 @@ class Unused(Stepped):
 
 VECTORS = Field(shape=(64,)), Field(below=10)
 CASES = {
-    "GPT": (lambda: GPT(vocabulary=256, width=64, heads=4, layers=4, context=64),
+    "GPT": (lambda: GPT(vocabulary=256, width=64, heads=4, layers=2, context=64),
             lambda: Tokens(vocabulary=256, context=64, batch_size=4)),
     "encoder": (lambda: Stepped(encoder()), lambda: RandomData((Field(shape=(8, 16)), Field(below=10)), 4)),
     "convolutions": (lambda: Stepped(images()), lambda: RandomData((Field(shape=(3, 32, 32)), Field(below=10)), 4)),
