@@ -290,6 +290,27 @@ def test_large_convolutions_are_known_without_a_run_of_the_kernel(shape, weight,
     assert bytes_of(results) + said == pytest.approx(peak, rel=0.05)
 
 
+@pytest.mark.parametrize(
+    ("shape", "weight", "stride"),
+    [((8, 16, 96, 96), (768, 16, 16, 16), 16), ((8, 3, 224, 224), (768, 3, 16, 16), 16),
+     ((8, 96, 56, 56), (192, 96, 2, 2), 2), ((8, 128, 56, 56), (128, 128, 3, 3), 2),
+     ((8, 256, 56, 56), (512, 256, 1, 1), 2), ((2, 32, 24, 24, 24), (64, 32, 2, 2, 2), 2)],
+)  # fmt: skip
+def test_what_a_strided_convolution_holds_is_told(shape, weight, stride):
+    """Truth: the allocator's events; patches, and what halves an image in ConvNeXt and ResNet."""
+    values, kernel, axes = torch.zeros(shape), torch.zeros(weight), len(shape) - 2
+    side = 0 if weight[-1] == stride else weight[-1] // 2
+    how = ([stride] * axes, [side] * axes, [1] * axes, False, [0] * axes, 1)
+    peak, out = held(lambda: aten.convolution(values, kernel, None, *how))
+    said = workspace_bytes("convolution", (values, kernel, None, *how), out, None)
+    assert out.nbytes + said == pytest.approx(peak, rel=0.05)
+    for wanted in ([True, True, False], [False, True, False]):
+        args = (torch.zeros_like(out), values, kernel, None, *how, wanted)
+        peak, results = held(lambda: aten.convolution_backward(*args))  # noqa: B023
+        said = workspace_bytes("convolution_backward", args, results, None)
+        assert bytes_of(results) + said == pytest.approx(peak, rel=0.05)
+
+
 def test_a_convolution_is_known_where_a_profiler_of_the_user_runs():
     values, weight = torch.zeros(8, 32, 16, 16), torch.zeros(32, 32, 3, 3)
     args = (values, weight, None, [1, 1], [1, 1], [1, 1], False, [0, 0], 1)
