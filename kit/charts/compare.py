@@ -106,7 +106,8 @@ def roofline_figure(diagnosis: Diagnosis) -> Figure:
 
 
 def _draw_roof(axes: Axes, roofline: Roofline) -> None:
-    least, most = min(roofline.intensity, roofline.ridge) / 8, max(roofline.intensity, roofline.ridge) * 8
+    most = max(roofline.intensity, roofline.ridge) * 8
+    least = min(roofline.intensity / 8, roofline.ridge**2 / most)  # the ridge in the middle at least: words stand left
     peak, bandwidth, speed = roofline.peak_flops_per_second, roofline.peak_bytes_per_second, roofline.flops_per_second
     places = [least, roofline.ridge, most]
     axes.loglog(places, [min(peak, place * bandwidth) for place in places], color=look.INK)
