@@ -11,6 +11,8 @@ from __future__ import annotations
 import copy
 import math
 import sys
+import threading
+import time
 import uuid
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -28,6 +30,8 @@ _SHORT = 12
 _SHORT_CAPTION = 60
 _MARK = "background: var(--jp-rendermime-table-row-hover-background, rgba(86, 180, 233, 0.25)); font-weight: bold"
 MISSING = "–"
+_SILENT_SECONDS, _SHOWN_SECONDS = 3.0, 1.0
+"""Nothing is said of waiting that ends sooner; then the line is written anew this often."""
 FRAME = "color: var(--jp-ui-font-color1, #222); font-variant-numeric: tabular-nums"
 
 
@@ -262,3 +266,32 @@ def find_display() -> Callable[[str, bool], None] | None:
         sys.stderr.flush()
 
     return show_in_terminal
+
+
+class WaitingLine:
+    """Says in a cell or a terminal, once something takes long, for how long it has and how long it may take.
+
+    Panels ask from threads of their own, and say it themselves.
+    """
+
+    def __init__(self, limit: str) -> None:
+        self._limit, self._began = limit, time.monotonic()
+        self._shown = self._began
+        self._display: Callable[[str, bool], None] | None = None
+
+    def show(self, what: str) -> None:
+        now = time.monotonic()
+        if now - self._shown < (_SILENT_SECONDS if self._display is None else _SHOWN_SECONDS):
+            return
+        self._shown = now
+        if self._display is None and threading.current_thread() is threading.main_thread():
+            self._display = find_display()
+        if self._display is not None:
+            self._display(f"{self._text(what)} so far, {self._limit}", False)
+
+    def end(self, what: str) -> None:
+        if self._display is not None:
+            self._display(self._text(what), True)
+
+    def _text(self, what: str) -> str:
+        return f"{what}: {format_seconds(float(round(time.monotonic() - self._began)))}"

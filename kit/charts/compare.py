@@ -106,7 +106,8 @@ def roofline_figure(diagnosis: Diagnosis) -> Figure:
 
 
 def _draw_roof(axes: Axes, roofline: Roofline) -> None:
-    least, most = min(roofline.intensity, roofline.ridge) / 8, max(roofline.intensity, roofline.ridge) * 8
+    most = max(roofline.intensity, roofline.ridge) * 8
+    least = min(roofline.intensity / 8, roofline.ridge**2 / most)  # the ridge in the middle at least: words stand left
     peak, bandwidth, speed = roofline.peak_flops_per_second, roofline.peak_bytes_per_second, roofline.flops_per_second
     places = [least, roofline.ridge, most]
     axes.loglog(places, [min(peak, place * bandwidth) for place in places], color=look.INK)
@@ -145,7 +146,7 @@ def levers_figure(check: LeversCheck) -> Figure:
             if (fast := step.samples_per_second) is not None:
                 speed.barh(row, fast, height=0.42, color=look.GREEN)
                 in_turn = check.speed_fraction(step) if step.tried is not None else None
-                look.note(speed, (fast, row), f"{fast:,.0f}" + ("" if in_turn is None else f" · × {in_turn:.2f}"))
+                look.note(speed, (fast, row), f"{fast:,.1f}" + ("" if in_turn is None else f" · × {in_turn:.2f}"))
         for axes in (memory, speed):
             look.rows(axes, [textwrap.fill(step.name, _LETTERS) for step in steps], named=axes is memory)
             longest = max((bar.get_width() for bars in axes.containers for bar in bars), default=0.0)

@@ -213,7 +213,10 @@ def _shown(value: Value | None, unit: str) -> str:
         return value
     if unit == "bytes":
         return format_bytes(value)
-    return format_seconds(value) if unit == "seconds" else f"{format_count(value)} {unit}".strip()
+    if unit == "seconds":
+        return format_seconds(value)
+    word = unit.removesuffix("s") if value == 1 and "/" not in unit else unit
+    return f"{format_count(value)} {word}".strip()
 
 
 # -- all of them

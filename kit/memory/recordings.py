@@ -15,7 +15,7 @@ import json
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,7 +26,7 @@ from kit.errors import ConfigError, KitError, Problem, TrialError
 from kit.machine.machine import Resolved, people_per_core, waiting_per_core
 from kit.memory.query import MemoryQuery
 from kit.memory.replay.replay import Recording
-from kit.tables import find_display
+from kit.tables import WaitingLine
 from kit.trial import scratch
 from kit.trial.directory import RunPaths
 from kit.trial.payload import cells
@@ -41,8 +41,6 @@ NEXT = -1
 _KEPT = 128
 _TICK_SECONDS, _LONGEST_TICK_SECONDS, _TICK_FRACTION = 0.005, 0.1, 0.02
 """An answer is looked for again after this part of the time since the last one, within these bounds."""
-_SILENT_SECONDS, _SHOWN_SECONDS = 3.0, 1.0
-"""Nothing is said of dry runs that end sooner; then the line is written anew this often."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,7 +125,12 @@ def record_all(
     waiting = {(item.query.key, item.batch_sizes): item for item in requests}
     running: dict[tuple[str, tuple[int | None, ...]], _Running] = {}
     answered = time.monotonic()
-    line = _WaitingLine(len(waiting), timeout_seconds)
+    total = len(waiting)
+    line = WaitingLine(f"{'each' if total > 1 else 'it'} may take {format_seconds(timeout_seconds)}")
+
+    def said() -> str:
+        return "dry run" if total == 1 else f"{len(answers)} of {total} dry runs done"
+
     try:
         while waiting or running:
             while waiting and len(running) < AT_ONCE:
@@ -137,50 +140,18 @@ def record_all(
             for name in [name for name, run in running.items() if run.look()]:
                 answers[name], answered = running.pop(name).answer, time.monotonic()
             if running:
-                line.show(len(answers))
+                line.show(said())
                 tick = _TICK_FRACTION * (time.monotonic() - answered)
                 time.sleep(min(max(_TICK_SECONDS, tick), _LONGEST_TICK_SECONDS))
     finally:
         for run in running.values():
             run.close()
-        line.end(len(answers))
+        line.end(said())
     found = [(item.query, answers[item.query.key, item.batch_sizes]) for item in requests]
     return [
         answer if isinstance(answer, KitError) else [with_query_facts(query, recording) for recording in answer]
         for query, answer in found
     ]
-
-
-class _WaitingLine:
-    """Says in a cell or a terminal, once that takes long, how many dry runs are done and how long they may take.
-
-    Panels ask from threads of their own, and say it themselves.
-    """
-
-    def __init__(self, total: int, timeout_seconds: float) -> None:
-        self._total, self._timeout_seconds = total, timeout_seconds
-        self._began = self._shown = time.monotonic()
-        self._display: Callable[[str, bool], None] | None = None
-
-    def show(self, done: int) -> None:
-        now = time.monotonic()
-        wait_seconds = _SILENT_SECONDS if self._display is None else _SHOWN_SECONDS
-        if now - self._shown < wait_seconds:
-            return
-        self._shown = now
-        if self._display is None and threading.current_thread() is threading.main_thread():
-            self._display = find_display()
-        if self._display is not None:
-            each = "each" if self._total > 1 else "it"
-            self._display(f"{self._text(done)} so far, {each} may take {format_seconds(self._timeout_seconds)}", False)
-
-    def end(self, done: int) -> None:
-        if self._display is not None:
-            self._display(self._text(done), True)
-
-    def _text(self, done: int) -> str:
-        name = "dry run" if self._total == 1 else f"{done} of {self._total} dry runs done"
-        return f"{name}: {format_seconds(float(round(time.monotonic() - self._began)))}"
 
 
 class _Running:

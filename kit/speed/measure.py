@@ -38,10 +38,12 @@ from kit.memory.replay.calls import OperatorCall
 from kit.speed.cost_table import CostTable
 from kit.speed.links import Link
 from kit.speed.operators import StepOperators
+from kit.tables import WaitingLine
 from kit.trial import scratch
 from kit.trial.directory import RunPaths, runs_folder
 from kit.trial.submit import environment_of, take_devices, versions, write_run
 from kit.trial.trial import ENDED, Trial
+from kit.units import format_seconds
 
 HOST_LIMIT_SECONDS, TICK_SECONDS = 240.0, 0.02
 _LEAST_SHARE = 0.002
@@ -300,12 +302,16 @@ def _measured(
         write_run(paths, json.dumps(quick.values()), cloudpickle.dumps(payload), {**environment_of(resolved), **task})
         trial = Trial(paths, quick)
         trial.submit()
+        line = WaitingLine(f"it may take {format_seconds(limit)}")
         try:
             while trial.poll() not in ENDED:
+                line.show("measuring operators")
                 time.sleep(TICK_SECONDS)
         except BaseException:
             trial.kill()
             raise
+        finally:
+            line.end("measuring operators")
         if trial.event("calls_timed") is None:
             raise trial.failure()
         found = read_json((paths.directory / "calls.json").read_bytes())

@@ -25,7 +25,7 @@ from kit.arguments import config_first
 from kit.config import Config
 from kit.errors import ConfigError, KitError, Problem, TrialError
 from kit.machine.machine import hardware, resolve_devices
-from kit.memory.batch_model import memory_model, search
+from kit.memory.batch_model import MemoryModel, memory_model, search
 from kit.studies.series import Attempts, SizeRule, batch_key, remember, remembered
 from kit.trial.directory import RunPaths
 from kit.trial.verdict import advice, as_details
@@ -139,13 +139,15 @@ def find_batch_size(
             model, reason = None, f"started from {first}, the config's: activations are unknown"
     except KitError as error:
         model, reason = None, f"started from {first}, the config's: memory is not predicted ({error})"
-
-    def predict(batch_size: int) -> int | None:
-        return None if model is None or model.reason else model.estimate(batch_size).device_allocated_bytes
-
-    found = BatchSearch(module, data, config, min(start or first, most), most, resolution, predict)
+    found = BatchSearch(module, data, config, min(start or first, most), most, resolution, _peaks(model))
     found.reasons = [f"started from {start}, as given" if start else reason]
     return found.start()
+
+
+def _peaks(model: MemoryModel | None) -> Callable[[int], int | None]:
+    """Predicted peak allocated bytes at a batch size, where they are known."""
+    known = None if model is None or model.reason else model
+    return lambda batch_size: None if known is None else known.estimate(batch_size).device_allocated_bytes
 
 
 def growing(start: int, most: int, resolution: float = 0.0) -> SizeRule:
@@ -181,9 +183,12 @@ _FIRST_CUT, _LATER_CUT = 0.7, 0.5
 class BackOff(Attempts):
     """A trial and those that took its place; print it, or read `trial`, `config` and `attempts`."""
 
-    def __init__(self, module: Any, data: Any, given: Config, start: int, keep_global_batch: bool) -> None:
+    def __init__(
+        self, module: Any, data: Any, given: Config, start: int, keep_global_batch: bool, model: MemoryModel | None
+    ) -> None:  # fmt: skip
         folder = _series_folder(given, "back-off")
-        super().__init__("back-off", module, data, given.replace({"trial.folder": str(folder)}), folder)
+        base = given.replace({"trial.folder": str(folder)})
+        super().__init__("back-off", module, data, base, folder, _peaks(model))
         self.given, self._start, self._keeps = given, start, keep_global_batch
         self.global_batch = given.loader.batch_size * given.levers.accumulate_grad_batches
 
@@ -253,8 +258,8 @@ def back_off(config: Any = None, module: Any = None, data: Any = None, *, keep_g
         >>> kit.studies.back_off(config, MyModule, MyData).wait().batch_size
         16
     """
-    start, reasons = _start(config, module, data, keep_global_batch)
-    made = BackOff(module, data, config, start, keep_global_batch)
+    start, reasons, model = _start(config, module, data, keep_global_batch)
+    made = BackOff(module, data, config, start, keep_global_batch, model)
     made.reasons += reasons
     first = next(made.sizes())
     if first < start:
@@ -265,27 +270,30 @@ def back_off(config: Any = None, module: Any = None, data: Any = None, *, keep_g
     return made.start()
 
 
-def _start(config: Config, module: Any, data: Any, keep_global_batch: bool) -> tuple[int, list[str]]:
-    """The batch to try first, and why."""
+def _start(
+    config: Config, module: Any, data: Any, keep_global_batch: bool
+) -> tuple[int, list[str], MemoryModel | None]:  # fmt: skip
+    """The batch to try first, why, and the memory of each where that had to be asked for."""
     configured = config.loader.batch_size
     safe = remembered(batch_key(module, data, config), config)
     if safe is None or safe >= configured:
-        return configured, []
+        return configured, [], None
     reasons = [f"started below {configured}: {safe} is the last safe batch of this configuration"]
     if not keep_global_batch or config.levers.accumulate_grad_batches > 1:
-        return safe, reasons
+        return safe, reasons, None
     accumulating = config.replace({"levers.accumulate_grad_batches": 2})
     known = remembered(batch_key(module, data, accumulating), config)
     if known is not None:
-        return min(safe, known), [*reasons, f"{known} is the last that was safe while gradients accumulate"]
+        return min(safe, known), [*reasons, f"{known} is the last that was safe while gradients accumulate"], None
     try:
-        predicted = search(memory_model(accumulating, module, data))
+        model = memory_model(accumulating, module, data)
+        predicted = search(model)
     except KitError as error:
-        return safe, [*reasons, f"with accumulation memory is not predicted: {error}"]
+        return safe, [*reasons, f"with accumulation memory is not predicted: {error}"], None
     if not predicted.estimate.complete or not predicted.batch_size:
-        return safe, reasons
+        return safe, reasons, None
     held = f"gradients stay between micro-batches, and {predicted.batch_size} is predicted to fit with them"
-    return min(safe, predicted.batch_size), [*reasons, held]
+    return min(safe, predicted.batch_size), [*reasons, held], model
 
 
 def shrinking(start: int, global_batch: int | None = None) -> SizeRule:

@@ -103,9 +103,12 @@ class LeversCheck(Drawable):
         return before[-1 if self.cumulative else 0] - mine
 
     def speed_fraction(self, step: LeverStep) -> float | None:
-        """Throughput as a fraction of the first step's, of runs in turn where there are some."""
+        """Throughput as a fraction of the first step's, of runs in turn where there are some.
+
+        None where these differ too much to compare.
+        """
         if step.tried is not None and step.tried.after.samples_per_second:
-            return step.tried.gain
+            return step.tried.gain if step.tried.visible <= 1 else None
         first = self.steps[0].samples_per_second
         return step.samples_per_second / first if first and step.samples_per_second else None
 
@@ -126,6 +129,8 @@ class LeversCheck(Drawable):
         if step.tried is None or not step.tried.after.samples_per_second:
             return shown
         low, high = step.tried.noise
+        if step.tried.visible > 1:
+            return "not known"
         return f"{'no difference: ' * (step.tried.verdict == 'within the noise')}{shown} ({low:.2f} to {high:.2f})"
 
     def _is_shifted(self, step: LeverStep) -> bool:
@@ -141,12 +146,12 @@ class LeversCheck(Drawable):
         units = "memory is the peak allocated on one device, speed that of all devices together"
         notes = (f"{step.name}: {step.note}" for step in self.steps if step.note)
         even = (
-            f"{step.name}: no difference in speed was found; one of {step.tried.visible:.0%} would have been seen"
+            f"{step.name}: of speed, {step.tried.even}"
             for step in self.steps if step.tried is not None and step.tried.verdict == "within the noise"
         )  # fmt: skip
         shifted = [
-            f"{step.name}: {step.samples_per_second:,.1f} samples/s are of one run, in which the machine was not as "
-            "fast as in that of the first config, or faster; believe the fraction, which is of runs in turn"
+            f"{step.name}: {step.samples_per_second:,.1f} samples/s are of one run, and the machine was slower or "
+            "faster then than in the first config's; believe the fraction, which is of runs in turn"
             for step in self.steps if self._is_shifted(step)
         ]  # fmt: skip
         against = "the row above" if self.cumulative else "the first"

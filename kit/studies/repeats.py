@@ -25,7 +25,7 @@ from kit.arguments import checks_arguments
 from kit.config import Config
 from kit.errors import ConfigError, KitError, Problem, StoreError, TrialError
 from kit.studies.series import samples_per_second
-from kit.tables import FRAME, html_list, html_table, text_table
+from kit.tables import FRAME, WaitingLine, html_list, html_table, text_table
 from kit.trial.directory import contents_to_run
 from kit.trial.payload import Part, refuse_unused
 from kit.trial.submit import AS_GIVEN, Altered, again
@@ -143,6 +143,12 @@ class Tried:
         low, high = self.noise
         return math.sqrt(high / low) - 1
 
+    @property
+    def even(self) -> str:
+        """That no difference was found, and whether one could have been: runs may differ too much to compare."""
+        seen = f"one of {self.visible:.0%} would have been seen"
+        return f"no difference was found; {seen}" if self.visible <= 1 else "equal runs differ too much to tell"
+
     def interval(self, student_by_freedom: Mapping[int, float]) -> tuple[float, float]:
         """The interval of `gain` by these quantiles of Student's t."""
         before, after = self.before.samples_per_second, self.after.samples_per_second
@@ -168,7 +174,7 @@ class Tried:
         low, high = self.noise
         measured = f"{self.gain:.2f} × as fast, by the noise of repeated runs {low:.2f} to {high:.2f} ×{predicted}"
         if self.verdict == "within the noise":
-            return f"No difference was found; one of {self.visible:.0%} would have been seen: {measured}."
+            return f"{self.even[0].upper()}{self.even[1:]}: {measured}."
         return f"It {self.verdict}: {measured}."
 
     @property
@@ -239,12 +245,13 @@ def try_change(
     after = Side(
         name="after", config=changed.config, samples_per_second=(), run_directories=(), batch_size=new_batch_size
     )  # fmt: skip
-    began = time.monotonic()
+    began, line = time.monotonic(), WaitingLine(f"{2 * repeats} runs at most")
     for number in range(repeats):
         tried = Tried(before=before, after=after, predicted=predicted)
         if number >= LEAST and (after.note or not undecided(tried) or time.monotonic() - began > seconds):
             break
         for name in ("before", "after") if number % 2 == 0 else ("after", "before"):
+            line.show(f"{len(before.run_directories) + len(after.run_directories)} runs in turn")
             if name == "before":
                 before = _with_run(before, source, on_run)
             elif not after.note:
@@ -252,6 +259,7 @@ def try_change(
                     after = _with_run(after, changed, on_run)
                 except KitError as error:
                     after = replace(after, samples_per_second=(), note=str(error))
+    line.end(f"{len(before.run_directories) + len(after.run_directories)} runs in turn")
     return Tried(before=before, after=after, predicted=predicted)
 
 

@@ -63,3 +63,11 @@ def test_the_chart_shows_the_trial_under_its_roof_and_marks_the_bound():
     assert max(line.get_ydata()) == PEAKS.peak("float32")
     assert list(dot.get_ydata()) == [5e10]
     assert len({bar.get_facecolor() for bar in parts.patches}) == 2
+
+
+@pytest.mark.parametrize("bytes_moved", [1e8, 1e9, 1e10])
+def test_the_name_of_the_memory_roof_stands_clear_of_the_axis(bytes_moved):
+    found = evidence(work=work(bytes=bytes_moved))
+    roof, _ = roofline_figure(judge(found, source(found))).axes
+    (label,) = [text for text in roof.texts if text.get_text().startswith("memory")]
+    assert label.get_window_extent().x0 > roof.get_window_extent().x0

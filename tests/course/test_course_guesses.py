@@ -30,6 +30,8 @@ def test_a_guess_shows_itself_and_what_to_do():
     asked = kit.course.guess("how much?", unit="bytes")
     assert re.search("^- how much. write .*size such as '600 MiB' in place of None", str(asked))
     assert "write a number in place" in str(kit.course.guess("how many fit?", unit="of 4"))
+    assert str(kit.course.guess("how many?", 1, unit="devices")).rstrip().endswith("1 device")
+    assert str(kit.course.guess("how fast?", 1, unit="samples/s")).rstrip().endswith("1 samples/s")
     answered = kit.course.guess("how much?", "7 MiB", unit="bytes")
     assert str(answered) == "- how much? you say 7 MiB"
     assert answered.compare(measured=8 << 20)._repr_html_().count("<tr") == 2

@@ -14,6 +14,7 @@ from recordings import training_recording
 from torch.utils.data import DataLoader, TensorDataset
 from waiting import PATIENCE_SECONDS
 
+from kit import tables
 from kit.errors import ConfigError, HardwareError, StoreError, TargetError, TrialError
 from kit.machine.processes import memory_limited
 from kit.memory import recordings
@@ -485,10 +486,10 @@ def test_whoever_waits_for_dry_runs_is_told_how_many_are_done_and_how_long_they_
         return capsys.readouterr().err
 
     monkeypatch.setattr(recordings, "_Running", Slow)
-    monkeypatch.setattr(recordings, "_SHOWN_SECONDS", 0.0)
+    monkeypatch.setattr(tables, "_SHOWN_SECONDS", 0.0)
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
     assert ask() == "", "quick ones are not talked about"
-    monkeypatch.setattr(recordings, "_SILENT_SECONDS", 0.0)
+    monkeypatch.setattr(tables, "_SILENT_SECONDS", 0.0)
     said = ask()
     assert re.search("0 of 3 dry runs done: .* so far, each may take 1 min", said)
     assert re.search(r"3 of 3 dry runs done: \d+ \S+\n$", said)

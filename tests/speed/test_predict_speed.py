@@ -1,12 +1,15 @@
 """kit.predict_speed through a dry run, and on this machine through a process that times the calls."""
 
 import functools
+import re
+import sys
 from dataclasses import replace
 
 import pytest
 from waiting import wait_until
 
 import kit
+from kit import tables
 from kit.charts.style import png
 from kit.errors import PlanError
 from kit.machine.machine import hardware
@@ -96,13 +99,16 @@ def test_a_part_opens_to_its_lines_whose_seconds_add_up_to_it_forward_and_backwa
     assert ", line " in lines.pop()
 
 
-def test_calls_are_timed_in_a_process_once_and_remembered(config, monkeypatch):
+def test_calls_are_timed_in_a_process_once_and_remembered(config, monkeypatch, capsys):
     monkeypatch.setattr(measure, "BUSY_CORES", float("inf"))
+    monkeypatch.setattr(tables, "_SILENT_SECONDS", 0.0)
     settings = config().replace({"hardware.threads_per_rank": 1})
     step = step_of(predict_memory(settings, TinyModule, TinyData).recording)
     path = measure._path(settings, measure.take_devices(settings).resolved)
     measure._keep(path, CostTable("this CPU", {}, 1e-5, 0.0, 1e-3))  # the host's costs take a minute
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
     taken = measure.table_here(settings, step, seconds=2.0)
+    assert re.search("operators: .* so far, it may take", capsys.readouterr().err), "nobody waits in the dark"
     timed = [call for call in step.calls if call in taken.table.measured]
     assert timed
     assert all(seconds > 0 for seconds in taken.table.measured.values())

@@ -198,6 +198,7 @@ def test_the_largest_batch_is_not_started_from_where_gradients_must_stay_beside_
     done = kit.studies.back_off(large, Wide, loader(), keep_global_batch=True).wait(PATIENCE_SECONDS)
     (attempt,) = done.attempts
     assert attempt.outcome == "fits"
+    assert attempt.ratio == pytest.approx(1, abs=0.05), "it was predicted, too"
     assert attempt.batch_size < found.batch_size
     assert attempt.batch_size * attempt.accumulate_grad_batches == 4 * found.batch_size
     told = " ".join(done.reasons)

@@ -88,6 +88,13 @@ def test_steps_for_which_no_time_is_left_say_so(config):
     assert "timeout_seconds" in refused.refusal
 
 
+def test_where_processes_wait_for_each_core_a_change_has_as_many_times_as_long(config, monkeypatch):
+    monkeypatch.setattr(recommending, "CHANGE_SECONDS", 1e-6)
+    monkeypatch.setattr(recommending, "waiting_per_core", lambda: 6e8)
+    found = recommending.recommend(config(), cpu_of(1001), Blocks, blocks_data)
+    assert not any("were over" in tried.note for tried in found.tried)
+
+
 def test_the_config_sets_what_the_changes_say_and_keeps_the_global_batch(config):
     given = config()
     whole = needs(advised(given, 1 << 30).chosen)

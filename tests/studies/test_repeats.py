@@ -44,6 +44,12 @@ def test_a_difference_within_the_noise_is_said_not_to_help():
     assert "noise" in text
 
 
+def test_runs_that_differ_too_much_to_compare_name_no_difference_that_would_have_been_seen():
+    text = tried([1.0, 9.0], [2.0, 8.0]).sentence
+    assert "differ too much" in text
+    assert "%" not in text
+
+
 def test_the_interval_is_students_on_the_logarithms():
     """Two and two runs: pooled variance of ln 2 and ln 2 about their means, t(2) = 4.303."""
     found = tried([1.0, 4.0], [2.0, 8.0])

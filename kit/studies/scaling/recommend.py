@@ -28,6 +28,7 @@ from kit.arguments import check_count, refuse_recipe
 from kit.config import Config
 from kit.data.build.schedulers import advise_schedule
 from kit.errors import ConfigError, KitError, PlanError
+from kit.machine.machine import waiting_per_core
 from kit.memory.batch_model import MemoryModel, memory_model
 from kit.memory.prediction import estimate_here
 from kit.memory.query import MOST_RANKS, MemoryQuery, make_query
@@ -88,8 +89,8 @@ def recommend(
         confirm: Whether "speed" runs a trial of its answer where the device is here.
         trial: For "change": trials of this config, as `kit.studies.predict_run` takes them. A limit of time or money
             needs one.
-        timeout_seconds: After so long nothing further is dry-run, and what is left says so; by default 30 seconds for
-            "change" and 120 for "speed".
+        timeout_seconds: After so long nothing further is dry-run, and what is left says so; by default 120 seconds
+            for "speed", and 30 for "change", as many times as long as processes wait for each core.
 
     Returns:
         `config`, its prediction, its reasons, and all that was looked at on the way; `figure()` of "speed" draws memory
@@ -135,7 +136,7 @@ def recommend(
         raise PlanError(f"objective is {objective!r}; give 'change' or 'speed'")
     if goal.limited and trial is None:
         raise PlanError(f"a limit of {goal.limits} needs a trial to predict times from; pass trial=kit.fit(...)")
-    seconds = CHANGE_SECONDS if timeout_seconds is None else timeout_seconds
+    seconds = CHANGE_SECONDS * waiting_per_core() if timeout_seconds is None else timeout_seconds
     return _Escalation(module, data, config, goal, trial, seconds).answer()
 
 
