@@ -400,14 +400,14 @@ _FAILS = ("device memory near its limit", "host memory near its limit")
 
 def settle(findings: Sequence[Finding]) -> tuple[list[Finding], list[str]]:
     """Findings without those that another explains or mends, the largest effect first; and what was left out."""
-    explained = {name: one.name for one in findings for name in one.rule.explains}
+    explained = {name for one in findings for name in one.rule.explains}
     kept = [one for one in findings if one.name not in explained]
     kept.sort(key=lambda one: (one.name not in _FAILS, -(one.predicted_gain or 0.0)))
-    words = [f"{one.name} is explained by {explained[one.name]}" for one in findings if one.name in explained]
+    words, mends = list[str](), dict[str, list[str]]()
     turned, changes = dict[str, tuple[str, Any]](), dict[str, str]()
     for one in [*kept]:
         if one.change and changes.setdefault(repr(sorted(one.change.items())), one.name) != one.name:
-            words.append(f"{one.name} is mended by what mends {changes[repr(sorted(one.change.items()))]}")
+            mends.setdefault(changes[repr(sorted(one.change.items()))], []).append(one.name)
             kept.remove(one)
             continue
         place = kept.index(one)
@@ -417,15 +417,36 @@ def settle(findings: Sequence[Finding]) -> tuple[list[Finding], list[str]]:
             words.append(f"{one.name} would turn {against[0]} otherwise than {turned[against[0]][0]}, which is first")
         else:
             turned |= {path: (one.name, value) for path, value in one.change.items()}
+    by_name, told = {one.name: one for one in findings}, {one.name for one in kept}
+    for one in kept:
+        also = mends.get(one.name, [])
+        because = [name for name in _consequences([one.name, *also], by_name) if name not in (*also, *told)]
+        told |= {*also, *because}
+        does = [f"{verb} {_listed(names)}" for verb, names in (("explains", because), ("mends", also)) if names]
+        words += [f"{one.name} {' and '.join(does)}"] if does else []
     return kept, words
+
+
+def _consequences(names: Sequence[str], findings: Mapping[str, Finding]) -> list[str]:
+    """What these findings explain, and what that explains, of those that are there."""
+    found = [*names]
+    for name in found:  # which grows meanwhile
+        found += [one for one in findings[name].rule.explains if one in findings and one not in found]
+    return found[len(names) :]
+
+
+def _listed(names: Sequence[str]) -> str:
+    return " and ".join(filter(None, (", ".join(names[:-1]), names[-1])))
 
 
 def _limit_next(rule: Rule, gain: float | None, evidence: Evidence) -> str:
     """What is longest once the rule's part is as much shorter as the gain says."""
     if gain is None or rule.part not in evidence.shares or not gain > 1:
         return ""
-    left = dict(evidence.shares)
-    left[rule.part] = max(0.0, left[rule.part] - (1 - 1 / gain))
+    left, gone = dict(evidence.shares), 1 - 1 / gain
+    if gone > left[rule.part] + _LEAST_LABEL:  # it takes more than that part, and nobody knows from which others
+        return ""
+    left[rule.part] = max(0.0, left[rule.part] - gone)
     part = max(left, key=left.__getitem__)
     return f"{PHASE_LABELS.get(part, part)} is longest, {left[part] / (math.fsum(left.values()) or 1):.0%} of a step"
 
