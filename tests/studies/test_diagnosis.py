@@ -19,7 +19,7 @@ from kit.studies.diagnosis.diagnose import diagnose, finding_html, judge
 from kit.studies.diagnosis.evidence import StoreLayout
 from kit.studies.diagnosis.gains import worth_measuring
 from kit.studies.diagnosis.host_rules import drawing_hook
-from kit.studies.diagnosis.rule import BETWEEN_TRIALS, ahead_in_processes, ahead_in_threads, bounded
+from kit.studies.diagnosis.rule import BETWEEN_TRIALS, agreed, ahead_in_processes, ahead_in_threads, bounded
 from kit.studies.diagnosis.rules import RULES
 from kit.studies.diagnosis.unit_costs import LOOP, PAGE, VALUE, Decoded, decoded, unit_costs
 from kit.studies.profiling.trace import TraceInfo
@@ -608,6 +608,36 @@ def test_a_short_trial_leaves_drawing_out_by_its_hook_or_where_loggers_do_all_of
         judge(one, source(one))["drawing or logging in the step"].predicted_gain for one in (measured, drawing(logged))
     ]
     assert gains == pytest.approx([math.sqrt(4.4), 1.25], abs=0.01)
+
+
+def test_a_hook_that_draws_a_little_is_slow_by_what_else_it_does():
+    draws = line("watch.py, line 9, in draw", package="matplotlib", hook=HOOK, part="other", fraction=0.08)
+    counts = line("watch.py, line 3, in count", package="numpy", hook=HOOK, part="other", fraction=0.5)
+    found = evidence(hosts={0: host(hooks={HOOK: 0.6}, lines=[counts, draws])}, shares=shares(other=0.6))
+    diagnosis = judge(found, source(found))
+    assert diagnosis.names == ("slow hook", "drawing or logging in the step")
+    assert diagnosis["slow hook"].value == pytest.approx(0.52)
+    assert "line 3" in diagnosis["slow hook"].sentence
+    assert drawing_hook(found) is None, "to leave out the hook would not tell what drawing takes"
+
+
+def test_a_gain_that_was_measured_badly_is_bounded_by_the_share_that_was_seen():
+    """A third of a step is gone: 1.4 to 1.5, by a quarter more or less; steps of a busy machine say 0.8 to 2.5."""
+    assert agreed((0.8, 2.5), (1.4, 1.5)) == pytest.approx((1.4 / 1.25, 1.5 * 1.25))
+    assert agreed((1.45, 1.47), (1.4, 1.5)) == (1.45, 1.47)
+    assert agreed((0.95, 1.05), (1.4, 1.5)) == (0.95, 1.05), "what it prevented came instead"
+
+
+def test_what_may_bring_nothing_is_neither_first_nor_said_to_hold_anything_up():
+    doubtful = evidence(shares=shares(wait=0.12), workers=0, cores=2, process_cores=0.9, thread_cores=0.9)
+    judged = judge(doubtful, source(doubtful))
+    assert judged.names == ("no prefetch",)
+    assert judged["no prefetch"].predicted[0] < 1
+    assert " may hold " in judged.headline
+    held = replace(doubtful, thread_cores=0.5, hosts=FAULTS["interpreter held by a thread"].hosts)
+    assert "interpreter held by a thread most" in judge(held, source(held)).headline
+    rather_none = replace(doubtful, process_cores=1.75)
+    assert "no prefetch" not in names(rather_none), "cores are busy, so a gain of a twentieth is not likely"
 
 
 def test_page_faults_are_a_finding_where_keeping_memory_was_measured_to_help():

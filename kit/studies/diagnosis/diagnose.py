@@ -91,11 +91,16 @@ class Finding:
         return middle(self.predicted)
 
     @property
+    def is_doubtful(self) -> bool:
+        """Whether the change may also bring nothing."""
+        return self.predicted is not None and self.predicted[0] < 1
+
+    @property
     def effect(self) -> str:
         if self.predicted is None:
             return "not known before it is tried"
         low, high = self.predicted
-        none = ", so perhaps no faster" if low < 1 < high else ""
+        none = ", so perhaps no faster" if self.is_doubtful else ""
         then = f"; then {self.limit_next}" if self.limit_next else ""
         start, end = (f"{one:.1f}" if one < 10 else f"{one:.0f}" for one in (low, high))
         return f"{start} to {end} × as fast{none}{then}"
@@ -194,10 +199,11 @@ class Diagnosis(Drawable):
         if self.clean:
             return f"Nothing was found that holds this training up ({len(self.values)} of {len(RULES)} rules applied)."
         first, count = self.findings[0], len(self.findings)
-        slow = first.predicted is not None
+        slow, may = first.predicted is not None, first.is_doubtful
         if count == 1:
-            return f"One thing {'holds this training up' if slow else 'is wrong with this training'}: {first.name}."
-        wrong = "hold this training up" if slow else "are wrong with this training"
+            slows = "may hold this training up" if may else "holds this training up"
+            return f"One thing {slows if slow else 'is wrong with this training'}: {first.name}."
+        wrong = f"{'may ' * may}hold this training up" if slow else "are wrong with this training"
         return f"{count} things {wrong}, {first.name} most of all."
 
     @property
@@ -402,7 +408,7 @@ def settle(findings: Sequence[Finding]) -> tuple[list[Finding], list[str]]:
     """Findings without those that another explains or mends, the largest effect first; and what was left out."""
     explained = {name for one in findings for name in one.rule.explains}
     kept = [one for one in findings if one.name not in explained]
-    kept.sort(key=lambda one: (one.name not in _FAILS, -(one.predicted_gain or 0.0)))
+    kept.sort(key=lambda one: (one.name not in _FAILS, one.is_doubtful, -(one.predicted_gain or 0.0)))
     words, mends = list[str](), dict[str, list[str]]()
     turned, changes = dict[str, tuple[str, Any]](), dict[str, str]()
     for one in [*kept]:

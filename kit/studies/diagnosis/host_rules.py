@@ -12,7 +12,7 @@ from typing import Any
 
 from kit.records.trace import BESIDE_TRAINING
 from kit.studies.diagnosis.evidence import Evidence
-from kit.studies.diagnosis.rule import MANY_STEPS, SLIVER, Change, Range, Rule, without, without_part
+from kit.studies.diagnosis.rule import MANY_STEPS, SLIVER, Change, Range, Rule, agreed, without, without_part
 from kit.studies.diagnosis.sampler import DRAWERS, LOGGERS
 from kit.studies.diagnosis.unit_costs import PAGE_BYTES
 from kit.units import format_bytes, format_count, format_seconds
@@ -77,10 +77,11 @@ def drawing_hook(found: Evidence) -> str | None:
 
     Empty where it is all done by loggers, which such a trial has none of.
     """
-    drawn, hook = _drawn(found), slowest_hook(found)[0]
+    drawn = _drawn(found)
     if not drawn or (_drawing(found) or 0.0) < _TWENTIETH:
         return None
-    if hook and all(line["hook"] == hook for line in drawn):
+    hooks, most = {line["hook"] for line in drawn}, _hooks(found)
+    if len(hooks) == 1 and most.get(hook := hooks.pop()) == 0.0:
         return hook
     return "" if all(line["package"] in LOGGERS for line in drawn) else None
 
@@ -93,8 +94,9 @@ def left_out_fraction(found: Evidence) -> float:
 
 
 def _drawing_effect(found: Evidence) -> Range:
-    """As steps without it were measured; where they were not, without the share that was seen."""
-    return found.measured_gains.get("drawing or logging in the step") or _sampled(found, _drawing(found) or 0.0)
+    """As steps without it were measured, within what the share that was seen allows."""
+    seen = _sampled(found, _drawing(found) or 0.0)
+    return agreed(found.measured_gains.get("drawing or logging in the step"), seen)
 
 
 def _drawing_sentence(found: Evidence, value: float) -> str:
@@ -128,19 +130,27 @@ def _python_sentence(found: Evidence, value: float) -> str:
     )
 
 
+def _hooks(found: Evidence) -> dict[str, float]:
+    """The share of each hook without what it draws and logs; 0 where that is most of it."""
+    hooks = dict[str, float]()
+    for name, share in found.host.get("hooks", {}).items():
+        if name.rpartition(".")[2] not in _HOOKS_OF_PARTS:
+            drawn = math.fsum(line["fraction"] for line in _drawn(found) if line["hook"] == name)
+            hooks[name] = share - drawn if drawn < share / 2 else 0.0
+    return hooks
+
+
 def slowest_hook(found: Evidence) -> tuple[str, float]:
-    """The hook that takes most, and its share."""
-    hooks = {
-        name: share for name, share in found.host.get("hooks", {}).items()
-        if name.rpartition(".")[2] not in _HOOKS_OF_PARTS
-    }  # fmt: skip
+    """The hook that takes most beside drawing and logging, and that share."""
+    hooks = _hooks(found)
     worst = max(hooks, key=hooks.__getitem__, default="")
     return worst, hooks.get(worst, 0.0)
 
 
 def _hook_sentence(found: Evidence, value: float) -> str:
-    name = slowest_hook(found)[0]
-    place = next((line["place"] for line in _lines(found) if line["hook"] == name and line["place"]), "")
+    name, drawn = slowest_hook(found)[0], _drawn(found)
+    lines = (line for line in _lines(found) if line["hook"] == name and line["place"] and line not in drawn)
+    place = next((line["place"] for line in lines), "")
     seconds = format_seconds(value * found.step_seconds)
     return (
         f"{name.partition(']')[2]} takes {value:.0%} of the time, {seconds} a step{f', at {place}' if place else ''}."
@@ -148,9 +158,9 @@ def _hook_sentence(found: Evidence, value: float) -> str:
 
 
 def _hook_effect(found: Evidence) -> Range:
-    """As steps without the hook were measured; where they were not, without its share."""
+    """As steps without the hook were measured, within what its share allows."""
     share = slowest_hook(found)[1]
-    return found.measured_gains.get("slow hook") or without(0.95 * share, share)
+    return agreed(found.measured_gains.get("slow hook"), without(0.95 * share, share))
 
 
 def _garbage(found: Evidence) -> float | None:
@@ -376,7 +386,7 @@ HOST_RULES: tuple[Rule, ...] = (
         threshold=_TWENTIETH, source="kit", needs="watched steps", measure=_drawing, sentence=_drawing_sentence,
         setting=lambda _: "that line: every hundredth step, fewer values, or after the training",
         effect=_drawing_effect, part="forward",
-        explains=("slow hook", "sync in the step", "batch too small"),
+        explains=("sync in the step", "batch too small"),
     ),
     Rule(
         name="Python in the step", looks_at="share of the time at lines of training_step that call no operation of "

@@ -90,6 +90,22 @@ def shorter(found: Evidence, part_seconds: float, factor: float) -> Range | None
     return (gain := found.step_seconds / after, gain) if after > 0 and factor > 0 else None
 
 
+_BESIDE = 1.25
+"""How much more or less goes with a part than its own time, as with its memory traffic and its page faults."""
+
+
+def agreed(measured: Range | None, seen: Range) -> Range:
+    """One gain that was measured by steps without a part, and reckoned by the share that was seen of it.
+
+    Steps of a busy machine tell little, the share tells nothing of what goes with it. So it is where both allow; where
+    they allow nothing together, it is as measured.
+    """
+    if measured is None:
+        return seen
+    low, high = max(measured[0], seen[0] / _BESIDE), min(measured[1], seen[1] * _BESIDE)
+    return (low, high) if low <= high else measured
+
+
 HANDOVER_SECONDS = 1e-3
 """What it costs at least to take a batch from another process, and that process to give it."""
 _OPERATION_SECONDS = 10e-6

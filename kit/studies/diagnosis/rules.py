@@ -26,6 +26,7 @@ from kit.studies.diagnosis.rule import (
     Rule,
     ahead_in_processes,
     ahead_in_threads,
+    middle,
     shorter,
     without,
 )  # fmt: skip
@@ -113,11 +114,11 @@ def _no_prefetch(found: Evidence) -> float | None:
     if found.wait_seconds < HANDOVER_SECONDS or found.workers or ahead:
         return 0.0
     effect = _without_wait(found)
-    return found.wait_fraction if effect is not None and max(effect) >= _LEAST_HIDDEN else 0.0
+    return found.wait_fraction if (middle(effect) or 0.0) >= _LEAST_HIDDEN else 0.0
 
 
 _LEAST_HIDDEN = 1.05
-"""A gain that is less at most is none to read ahead for."""
+"""A gain that is probably less is none to read ahead for."""
 
 
 def _chunks(found: Evidence) -> float | None:
