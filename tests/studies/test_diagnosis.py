@@ -371,13 +371,52 @@ def test_a_slow_disk_is_told_from_slow_decoding_and_from_other_waits():
 
 @pytest.mark.parametrize("name", ["waiting for data", "no prefetch", "Python in the data"])
 def test_the_line_at_which_a_batch_is_made_is_named_without_loader_processes_too(name):
-    """Of a wait of 0.5, 0.2 at one line, 0.1 at another."""
+    """Of a wait of 0.5, 0.2 at one line of a function and 0.1 at another."""
     lines = [
         line("rows.py, line 9, in __getitem__", part="wait", package="pandas", fraction=0.2),
         line("rows.py, line 8, in __getitem__", part="wait", fraction=0.1), line(fraction=0.3),
     ]  # fmt: skip
     found = replace(FAULTS[name], shares=shares(wait=0.5), hosts={0: host(lines=lines)})
-    assert "40% of the time at rows.py, line 9, in __getitem__, in pandas" in judge(found, source(found))[name].sentence
+    said = judge(found, source(found))[name].sentence
+    assert "60% of the time in __getitem__" in said
+    assert "at rows.py, line 9, in pandas" in said
+
+
+def making(workers=2, **changes):
+    """Loader processes that are waited for, all of them at the same."""
+    worker = {"lines": [line(**{"part": "worker", "fraction": 0.6, **changes})], "reads": changes.pop("reads", {})}
+    return evidence(shares=shares(wait=0.5), hosts={0: host(workers=[worker] * workers)}, thread_cores=0.5)
+
+
+def test_the_share_of_a_line_is_that_of_one_loader_process_however_many_there_are():
+    one, two = (judge(found, source(found))["waiting for data"].sentence for found in (making(1), making(2)))
+    assert "60% of the time at train.py, line 7" in one
+    assert one == two
+
+
+def test_a_data_set_of_a_library_is_named_by_its_package():
+    said = judge(of := making(place="", package="webdataset"), source(of))["waiting for data"].sentence
+    assert "60% of the time in webdataset" in said
+    idle = making(place="", package="kit")
+    assert "loader process" not in judge(idle, source(idle))["waiting for data"].sentence
+
+
+def test_many_small_chunks_for_one_read_are_told_with_the_line():
+    read = {"chunk": [1, 64], "chunks": 64, "wanted_bytes": 1 << 14, "covered_bytes": 1 << 14}
+    found = replace(reading(h5py=read), thread_cores=0.5)
+    assert "64 chunks of 1×64" in judge(found, source(found))["waiting for data"].sentence
+    tall = replace(reading(h5py={**read, "chunk": [16, 64], "covered_bytes": 1 << 18}), thread_cores=0.5)
+    said = judge(tall, source(tall))["one row of a large chunk"].sentence
+    assert "at train.py, line 7" in said
+    assert "64 HDF5 chunks of 16×64: 256 KiB" in said
+
+
+def test_calibrating_is_not_promised_to_find_the_workers_of_an_iterable_data_set():
+    loader = {**LOADER, "iterable": True}
+    found = evidence(shares=shares(wait=0.5), given_loader=True, hosts={0: host(loader=loader)}, thread_cores=0.5)
+    finding = judge(found, source(found))["waiting for data"]
+    assert "calibration" not in finding.setting
+    assert "get_worker_info" in finding.setting
 
 
 def test_checkpoints_that_are_slow_to_make_are_not_blamed_on_the_disk():

@@ -182,7 +182,7 @@ class Evidence:
             shares = seen.setdefault(one, {})
             for line in host.get("lines", ()):
                 if line["place"]:
-                    shares[_function(line["place"])] = shares.get(_function(line["place"]), 0.0) + line["fraction"]
+                    shares[function_of(line["place"])] = shares.get(function_of(line["place"]), 0.0) + line["fraction"]
         mine, others = seen.pop(rank, {}), [*seen.values()]
         more = {
             name: share - max((other.get(name, 0.0) for other in others), default=0.0) for name, share in mine.items()
@@ -190,7 +190,7 @@ class Evidence:
         most = max(more, key=more.__getitem__, default="")
         if not most or more[most] < _STANDS_OUT:
             return ""
-        lines = (line for line in self.hosts[rank]["lines"] if _function(line["place"]) == most)
+        lines = (line for line in self.hosts[rank]["lines"] if function_of(line["place"]) == most)
         return str(max(lines, key=lambda line: float(line["fraction"]))["place"])
 
     @property
@@ -265,8 +265,8 @@ class Evidence:
         return max(0.0, 1 - idle / self.shares["wait"])
 
 
-def _function(place: str) -> str:
-    """A place without its line."""
+def function_of(place: str) -> str:
+    """A place without its line: file and function."""
     file, _, rest = place.partition(", line ")
     return file + rest.partition(",")[2]
 

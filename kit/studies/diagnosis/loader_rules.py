@@ -97,18 +97,17 @@ def _wanted_bytes(found: Evidence, read: Mapping[str, Any]) -> int:
 
 def _one_row_sentence(found: Evidence, _: float) -> str:
     package, read, share, __ = _row_read(found) or ("", {}, 0.0, False)
+    lines = (line for one in _making(found) for line in one["lines"] if line["package"] == package)
+    at = next((f" at {line['place']}" for line in lines if line["place"]), "")
+    wanted, covered = format_bytes(_wanted_bytes(found, read)), format_bytes(read["covered_bytes"])
     if "chunk" not in read:
-        lines = _making(found)[0]["lines"]
-        place = next((line["place"] for line in lines if line["package"] == package and line["place"]), "")
-        return (
-            f"For a sample of {format_bytes(_wanted_bytes(found, read))}, {format_bytes(read['covered_bytes'])} are "
-            f"read from files{f' at {place}' if place else ''}, in {package}: {share:.0%} of the time of who reads."
-        )
-    chunk = f" chunks of {'×'.join(map(str, read['chunk']))}" if read["chunk"] else " archives' arrays"
-    return (
-        f"{format_bytes(_wanted_bytes(found, read))} are read at a time out of {_CHUNKED[package]}{chunk}, which are "
-        f"{format_bytes(read['covered_bytes'])} each and are decompressed whole: {share:.0%} of the time of who reads."
-    )
+        said = f"For a sample of {wanted}, {covered} are read from files{at}, in {package}"
+    else:
+        kind, sides, count = _CHUNKED[package], "×".join(map(str, read["chunk"])), read.get("chunks", 1)
+        many = f"{count} {kind} chunks of {sides}" if count > 1 else f"one {kind} chunk of {sides}"
+        of = many if sides else f"an array of an {kind} archive"
+        said = f"{wanted} are read at a time{at}, out of {of}: {covered} are decompressed for it"
+    return f"{said}, {share:.0%} of the time of who reads."
 
 
 def _one_row_effect(found: Evidence) -> Range | None:

@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 
 from kit.studies.calibration.rules import ENOUGH, cpu_cap
-from kit.studies.diagnosis.evidence import Evidence
+from kit.studies.diagnosis.evidence import Evidence, function_of
 from kit.studies.diagnosis.host_rules import HOST_RULES
 from kit.studies.diagnosis.loader_rules import LOADER_RULES
 from kit.studies.diagnosis.rule import (
@@ -30,6 +30,7 @@ from kit.studies.diagnosis.rule import (
     shorter,
     without,
 )  # fmt: skip
+from kit.studies.diagnosis.sampler import COMPUTING, MAKING
 from kit.studies.diagnosis.unit_costs import LOOP, VALUE
 from kit.studies.profiling.profile import MANY_CALLS_FRACTION, many_short_calls
 from kit.units import format_bytes, format_count, format_seconds
@@ -74,9 +75,14 @@ def _wait_setting(found: Evidence) -> str:
 
 
 def _workers_words(found: Evidence) -> str:
-    if found.user_loader:
-        return "num_workers and prefetch_factor of your own DataLoader, which calibration.enabled finds and sets"
-    return "loader.num_workers and loader.prefetch_factor, whose best values kit.studies.calibrate finds"
+    if not found.user_loader:
+        return "loader.num_workers and loader.prefetch_factor, whose best values kit.studies.calibrate finds"
+    if found.host.get("loader", {}).get("iterable"):
+        return (
+            "num_workers of your own DataLoader, where your iterable data set gives each worker samples of its own "
+            "(torch.utils.data.get_worker_info)"
+        )
+    return "num_workers and prefetch_factor of your own DataLoader, which calibration.enabled finds and sets"
 
 
 def _wait_change(found: Evidence) -> Change:
@@ -90,20 +96,43 @@ def _wait_change(found: Evidence) -> Change:
 
 
 def _data_line(found: Evidence) -> str:
-    """The line of the user's code at which who makes batches is most, where that is much of their time."""
+    """The function at which who makes batches is most, where that is much of their time, and its line seen most.
+
+    A data set of a library has no line of the user's; then it is the library.
+    """
     workers, wait = found.host.get("workers", ()), found.shares.get("wait", 0.0)
-    lines = [line for worker in workers for line in worker.get("lines", ()) if line["place"]]
-    if not workers:
-        lines = [line for line in found.host.get("lines", ()) if line["part"] == "wait" and line["place"]]
-    most = max(lines, key=lambda line: float(line["fraction"]), default=None)
-    share = 0.0 if most is None else most["fraction"] if workers else min(1.0, most["fraction"] / wait) if wait else 0.0
-    if most is None or share < _MUCH_OF_MAKING:
+    whole = len(workers) or wait or math.inf
+    lines = [line for one in workers or (found.host,) for line in one.get("lines", ()) if line["part"] in MAKING]
+    shares = dict[str, float]()
+    for line in lines:
+        if line["place"] or line["package"] not in COMPUTING:
+            at = function_of(line["place"]) or line["package"]
+            shares[at] = shares.get(at, 0.0) + line["fraction"] / whole
+    most = max(shares, key=shares.__getitem__, default="")
+    if shares.get(most, 0.0) < _MUCH_OF_MAKING:
         return ""
-    by = f", in {most['package']}" if most["package"] else ""
+    of_most = (line for line in lines if most == (function_of(line["place"]) or line["package"]))
+    line = max(of_most, key=lambda line: float(line["fraction"]))
     whose = "a loader process is" if workers else "to make a batch it is"
-    return f"; {whose} {share:.0%} of the time at {most['place']}{by}"
+    place, _, name = line["place"].rpartition(", in ")
+    alone = sum(one["fraction"] for one in lines if one["place"] == line["place"]) / whole
+    several = place and alone < _MOST_OF_FUNCTION * shares[most]
+    at = f"in {name}, most of that at {place}" if several else f"at {line['place']}" if line["place"] else ""
+    by = f"in {line['package']}" if line["package"] else ""
+    where = f"{', '.join(filter(None, (at, by)))}{_small_chunks(found, line['package'])}"
+    return f"; {whose} {min(1.0, shares[most]):.0%} of the time {where}"
 
 
+def _small_chunks(found: Evidence, package: str) -> str:
+    """Of a reader that takes many chunks for one read, how many."""
+    reads = (one.get("reads", {}).get(package, {}) for one in (found.host, *found.host.get("workers", ())))
+    read = next((read for read in reads if read.get("chunks", 0) >= _MANY_CHUNKS), None)
+    if read is None:
+        return ""
+    return f", which reads {read['chunks']} chunks of {'×'.join(map(str, read['chunk']))} at a time: larger ones help"
+
+
+_MANY_CHUNKS, _MOST_OF_FUNCTION = 16, 0.8
 _MUCH_OF_MAKING = 0.3
 
 
