@@ -232,7 +232,8 @@ def test_what_is_left_out_is_laid_to_a_finding_that_is_told():
     diagnosis = judge(found, source(found))
     assert diagnosis.names == ("one row of a large chunk",)
     (said,) = diagnosis.settled
-    assert said.startswith("one row of a large chunk explains ") and "slow disk" in said
+    assert said.startswith("one row of a large chunk explains ")
+    assert "slow disk" in said
 
 
 def test_what_is_next_is_not_said_where_more_goes_than_the_part_has():
@@ -399,6 +400,39 @@ def test_a_data_set_of_a_library_is_named_by_its_package():
     assert "60% of the time in webdataset" in said
     idle = making(place="", package="kit")
     assert "loader process" not in judge(idle, source(idle))["waiting for data"].sentence
+
+
+def test_a_clean_bill_says_where_the_time_goes():
+    lines = [line("train.py, line 8, in auc", fraction=0.3), line("train.py, line 9, in auc", fraction=0.2)]
+    found = evidence(hosts={0: host(lines=lines)}, work=work(places=tuple(one["place"] for one in lines)))
+    diagnosis = judge(found, source(found))
+    assert diagnosis.clean
+    assert any("in auc" in text and "line 8" in text and "50%" in text for text in diagnosis.sentences)
+    on_gpu = replace(found, accelerator="gpu", work=work())
+    assert not any("in auc" in text for text in judge(on_gpu, source(on_gpu)).sentences)
+
+
+def test_many_values_that_are_logged_are_told_and_a_few_are_not():
+    many, few = (
+        replace(evidence(), hosts={0: host(lines=[line(package="self.log", fraction=one)])}) for one in (0.6, 0.1)
+    )
+    finding = judge(many, source(many))["drawing or logging in the step"]
+    assert finding.value == pytest.approx(0.6)
+    assert finding.predicted[1] > 2
+    assert judge(few, source(few)).clean
+
+
+def test_a_loop_of_tiny_operations_is_told_by_its_line_and_gains_by_its_share():
+    """No larger batch helps a loop over the samples of one."""
+    place = "train.py, line 7, in backward"
+    found = evidence(
+        work=work(calls=100_000, lines=({"place": place, "calls": 99_000, "syncs": 0},)),
+        hosts={0: host(lines=[line(place, part="backward", fraction=0.8)])},
+    )
+    finding = judge(found, source(found))["many tiny operations"]
+    assert "batch" not in finding.setting
+    assert finding.change == {}
+    assert finding.predicted_gain == pytest.approx(math.sqrt(1 / 0.6 / 0.2))
 
 
 def test_many_small_chunks_for_one_read_are_told_with_the_line():

@@ -398,6 +398,23 @@ def test_what_reads_is_named_below_the_library_that_asked_for_it(tmp_path):
     assert any(package == "h5py" for *_, package in sampler.lines)
 
 
+class LogsMany(TinyModule):
+    """Each step logs so many values that this is what it does."""
+
+    def training_step(self, batch, batch_idx):
+        loss = super().training_step(batch, batch_idx)
+        for number in range(500):
+            self.log(f"metric{number}", loss)
+        return loss
+
+
+def test_what_a_module_logs_is_told_as_logging_at_its_line(config):
+    data = DataLoader(TensorDataset(torch.ones(64, 8), torch.ones(64, 1)), batch_size=4)
+    trial = kit.fit(config(max_steps=12, warmup_steps=2), LogsMany, data).wait()
+    finding = kit.studies.diagnose(trial, peaks=False, short_trials=False)["drawing or logging in the step"]
+    assert "in training_step, in self.log" in finding.sentence
+
+
 OF_A_LIBRARY = """
 class Shelf(IterableDataset):
     def __iter__(self):

@@ -36,10 +36,11 @@ from kit.errors import ConfigError, KitError, Problem, TrialError
 from kit.records.trace import PHASE_LABELS, PHASES
 from kit.registry import Drawable, display
 from kit.speed.peaks import Peaks, device_peaks
-from kit.studies.diagnosis.evidence import BUSY_FRACTION, Evidence, evidence_of
+from kit.studies.diagnosis.evidence import BUSY_FRACTION, MUCH_SEEN, Evidence, evidence_of, most_seen
 from kit.studies.diagnosis.gains import measured_gains, training_alone, without_drawing
 from kit.studies.diagnosis.rule import Change, Range, Rule, bounded, middle, show, widened
 from kit.studies.diagnosis.rules import RULES
+from kit.studies.diagnosis.sampler import MAKING
 from kit.studies.profiling.profile import Profile
 from kit.studies.repeats import MOST, RunSource, Tried, try_change
 from kit.tables import FRAME, html_list, html_table, text_table
@@ -387,6 +388,9 @@ def judge(evidence: Evidence, source: RunSource, notes: Sequence[str] = ()) -> D
     found = [_finding(rule, value, evidence, source) for rule, value in known.items() if value >= rule.threshold]
     findings, settled = settle(found)
     remarks = [*evidence.notes]
+    share, where, _ = most_seen(line for line in evidence.host.get("lines", ()) if line["part"] not in MAKING)
+    if not findings and share >= MUCH_SEEN and not evidence.on_gpu:  # whose time is not the host's
+        remarks.append(f"the code seen most is {where}: {share:.0%} of the time")
     # The rules hold on a busy machine too: what is wrong there is seldom right on a quiet one.
     if (queued := evidence.queued_fraction or 0.0) >= BUSY_FRACTION:
         remarks.append(

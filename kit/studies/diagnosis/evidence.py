@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import statistics
 from collections import defaultdict
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
@@ -23,7 +23,7 @@ from kit.machine.machine import hardware
 from kit.machine.processes import machine
 from kit.records.trace import BESIDE_TRAINING, finite, merged
 from kit.speed.peaks import Peaks
-from kit.studies.diagnosis.sampler import MAKING
+from kit.studies.diagnosis.sampler import COMPUTING, MAKING
 from kit.studies.diagnosis.unit_costs import LOOP, PAGE, VALUE, Decoded, decoded, unit_costs
 from kit.studies.profiling.profile import Profile
 from kit.studies.profiling.trace import TraceInfo
@@ -263,6 +263,35 @@ class Evidence:
             return None
         idle = max(0.0, 1 - self.thread_cores)  # what it queued is in it already
         return max(0.0, 1 - idle / self.shares["wait"])
+
+
+def most_seen(lines: Iterable[Mapping[str, Any]], whole: float = 1.0) -> tuple[float, str, str]:
+    """Of the function seen most its share of `whole`, where it is, by its line seen most, and the package called there.
+
+    What a library does without a line of the user's counts as the library.
+    """
+    shares, places = defaultdict[str, float](float), defaultdict[str, float](float)
+    told = dict[str, Mapping[str, Any]]()
+    for line in sorted(lines, key=lambda line: -line["fraction"]):
+        if line["place"] or line["package"] not in COMPUTING:
+            at = function_of(line["place"]) or line["package"]
+            shares[at] += line["fraction"] / whole
+            places[line["place"]] += line["fraction"] / whole
+            told.setdefault(at, line)
+    most = max(shares, key=shares.__getitem__, default="")
+    if not most:
+        return 0.0, "", ""
+    place, package = told[most]["place"], told[most]["package"]
+    line_at, _, name = place.rpartition(", in ")
+    if line_at and places[place] < _MOST_OF_FUNCTION * shares[most]:
+        where = f"in {name}, most of that at {line_at}"
+    else:
+        where = f"at {place}" if place else ""
+    return min(1.0, shares[most]), ", ".join(filter(None, (where, f"in {package}" if package else ""))), package
+
+
+_MOST_OF_FUNCTION, MUCH_SEEN = 0.8, 0.3
+"""Of the time of who is watched, what is worth telling: `MUCH_SEEN`."""
 
 
 def function_of(place: str) -> str:

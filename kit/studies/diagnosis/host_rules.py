@@ -13,7 +13,7 @@ from typing import Any
 from kit.records.trace import BESIDE_TRAINING
 from kit.studies.diagnosis.evidence import Evidence
 from kit.studies.diagnosis.rule import MANY_STEPS, SLIVER, Change, Range, Rule, agreed, without, without_part
-from kit.studies.diagnosis.sampler import DRAWERS, LOGGERS
+from kit.studies.diagnosis.sampler import DRAWERS, LOGGERS, SELF_LOG
 from kit.studies.diagnosis.unit_costs import PAGE_BYTES
 from kit.units import format_bytes, format_count, format_seconds
 
@@ -61,8 +61,10 @@ def _validation_change(found: Evidence) -> Change:
 
 
 def _drawn(found: Evidence) -> list[Mapping[str, Any]]:
-    """Lines that draw or log."""
-    return [line for line in _lines(found) if line["package"] in DRAWERS and line["part"] not in ("wait", "worker")]
+    """Lines that draw or log. To log a few values is no more than any step does, and a GPU works on meanwhile."""
+    drawn = [line for line in _lines(found) if line["package"] in DRAWERS and line["part"] not in ("wait", "worker")]
+    own = math.fsum(line["fraction"] for line in drawn if line["package"] == SELF_LOG)
+    return drawn if own >= 2 * SLIVER and not found.on_gpu else [one for one in drawn if one["package"] != SELF_LOG]
 
 
 def _drawing(found: Evidence) -> float | None:

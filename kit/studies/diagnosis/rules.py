@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 
 from kit.studies.calibration.rules import ENOUGH, cpu_cap
-from kit.studies.diagnosis.evidence import Evidence, function_of
+from kit.studies.diagnosis.evidence import MUCH_SEEN, Evidence, most_seen
 from kit.studies.diagnosis.host_rules import HOST_RULES
 from kit.studies.diagnosis.loader_rules import LOADER_RULES
 from kit.studies.diagnosis.rule import (
@@ -30,7 +30,7 @@ from kit.studies.diagnosis.rule import (
     shorter,
     without,
 )  # fmt: skip
-from kit.studies.diagnosis.sampler import COMPUTING, MAKING
+from kit.studies.diagnosis.sampler import MAKING
 from kit.studies.diagnosis.unit_costs import LOOP, VALUE
 from kit.studies.profiling.profile import MANY_CALLS_FRACTION, many_short_calls
 from kit.units import format_bytes, format_count, format_seconds
@@ -96,31 +96,12 @@ def _wait_change(found: Evidence) -> Change:
 
 
 def _data_line(found: Evidence) -> str:
-    """The function at which who makes batches is most, where that is much of their time, and its line seen most.
-
-    A data set of a library has no line of the user's; then it is the library.
-    """
+    """The function at which who makes batches is most, where that is much of their time, and its line seen most."""
     workers, wait = found.host.get("workers", ()), found.shares.get("wait", 0.0)
-    whole = len(workers) or wait or math.inf
-    lines = [line for one in workers or (found.host,) for line in one.get("lines", ()) if line["part"] in MAKING]
-    shares = dict[str, float]()
-    for line in lines:
-        if line["place"] or line["package"] not in COMPUTING:
-            at = function_of(line["place"]) or line["package"]
-            shares[at] = shares.get(at, 0.0) + line["fraction"] / whole
-    most = max(shares, key=shares.__getitem__, default="")
-    if shares.get(most, 0.0) < _MUCH_OF_MAKING:
-        return ""
-    of_most = (line for line in lines if most == (function_of(line["place"]) or line["package"]))
-    line = max(of_most, key=lambda line: float(line["fraction"]))
+    lines = (line for one in workers or (found.host,) for line in one.get("lines", ()) if line["part"] in MAKING)
+    share, where, package = most_seen(lines, len(workers) or wait or math.inf)
     whose = "a loader process is" if workers else "to make a batch it is"
-    place, _, name = line["place"].rpartition(", in ")
-    alone = sum(one["fraction"] for one in lines if one["place"] == line["place"]) / whole
-    several = place and alone < _MOST_OF_FUNCTION * shares[most]
-    at = f"in {name}, most of that at {place}" if several else f"at {line['place']}" if line["place"] else ""
-    by = f"in {line['package']}" if line["package"] else ""
-    where = f"{', '.join(filter(None, (at, by)))}{_small_chunks(found, line['package'])}"
-    return f"; {whose} {min(1.0, shares[most]):.0%} of the time {where}"
+    return f"; {whose} {share:.0%} of the time {where}{_small_chunks(found, package)}" if share >= MUCH_SEEN else ""
 
 
 def _small_chunks(found: Evidence, package: str) -> str:
@@ -132,8 +113,7 @@ def _small_chunks(found: Evidence, package: str) -> str:
     return f", which reads {read['chunks']} chunks of {'×'.join(map(str, read['chunk']))} at a time: larger ones help"
 
 
-_MANY_CHUNKS, _MOST_OF_FUNCTION = 16, 0.8
-_MUCH_OF_MAKING = 0.3
+_MANY_CHUNKS = 16
 
 
 def _no_prefetch(found: Evidence) -> float | None:
@@ -292,6 +272,31 @@ def _calls_sentence(found: Evidence, value: float) -> str:
     place = f"; {line['place']} makes {format_count(line['calls'])} of them" if line else ""
     seconds = format_seconds(found.train_seconds / value)
     return f"A step is {format_count(value)} operations of {seconds} each, more calling than computing{place}."
+
+
+def _calling_line(found: Evidence) -> str:
+    """The line of the user's code that makes most of the calls, as a loop does; empty where none makes half of them."""
+    line = found.work.most("calls") if found.work else None
+    return line["place"] if found.work and line and line["calls"] >= found.work.calls / 2 else ""
+
+
+def _calls_setting(found: Evidence) -> str:
+    if _calling_line(found):
+        return "that line: one operation on the whole tensor in place of many on its pieces"
+    batch = f"batch of {found.whose_batches}" if found.whose_batches else "loader.batch_size"
+    return f"your model: fewer, larger operations; a larger {batch} spreads the calls over more samples"
+
+
+def _calls_change(found: Evidence) -> Change:
+    if found.whose_batches or _calling_line(found):
+        return {}
+    return {"loader.batch_size": 2 * found.config.loader.batch_size}
+
+
+def _calls_effect(found: Evidence) -> Range | None:
+    """Without half to all of what was seen at the line; on a GPU that hides behind its work."""
+    seen = 0.0 if found.on_gpu else found.line_fraction({_calling_line(found)} - {""})
+    return without(0.5 * seen, seen) if seen else None
 
 
 def _functions(found: Evidence) -> float | None:
@@ -504,10 +509,7 @@ RULES: tuple[Rule, ...] = (
         "less on average", unit="count", threshold=1000, source=f"{TRAINING_AT_SCALE}: high call counts of little "
         "time can be batched; the numbers are kit's", needs="counted work", measure=_calls,
         sentence=_calls_sentence,
-        setting=lambda found: "your model: fewer, larger operations; a larger "
-        f"{f'batch of {found.whose_batches}' if found.whose_batches else 'loader.batch_size'} spreads the calls over "
-        "more samples",
-        change=lambda found: {} if found.whose_batches else {"loader.batch_size": 2 * found.config.loader.batch_size},
+        setting=_calls_setting, change=_calls_change, effect=_calls_effect,
     ),
     Rule(
         name="many tiny calls", looks_at="share of the time in one function of a thousand calls and more, 20 µs or "

@@ -84,12 +84,15 @@ COMPUTING = ("", "torch", "numpy", "lightning", "pytorch_lightning", "kit", _ORD
 _NO_DECODERS = {*COMPUTING, *_READERS} - {"PIL"}
 _MOST_MAKING, _MOST_COLOURS = 12, 4
 LOGGERS = ("tensorboard", "tensorboardX", "wandb", "mlflow", "comet_ml", "neptune", "loggers")
-_LOGGERS = ("matplotlib", "seaborn", "plotly", "bokeh", *LOGGERS)
+SELF_LOG = "self.log"
+"""What Lightning does about a value that a module logs, before any logger has it."""
+_LOGGERS = ("matplotlib", "seaborn", "plotly", "bokeh", SELF_LOG, *LOGGERS)
 DRAWERS = (*_LOGGERS, "PIL")
 _NAMED = {*_READERS, *_DECODERS, *_LOGGERS, _ORDERS}
 """Packages that rules ask for. A stack has the name of the innermost, or of the outermost that draws or logs."""
 _FETCH = "torch/utils/data/_utils/fetch.py"
 """Where a loader makes a batch; a dataset of a library has no line of the user's, but a package that it called."""
+_MODULE_OF_LIGHTNING = ("lightning/pytorch/core/module.py", "pytorch_lightning/core/module.py")
 _LEAST_SIDE = 16
 _KIT = f"{Path(kit.__file__).parent}/"
 _MODELS_OF_KIT = (f"{_KIT}models/", f"{_KIT}testing.py")
@@ -199,6 +202,8 @@ class Sampler:
         while frame is not None and depth < _MOST_DEPTH:
             file = frame.f_code.co_filename
             own, found = kind_of(file)
+            if file.endswith(_MODULE_OF_LIGHTNING) and frame.f_code.co_name in ("log", "log_dict"):
+                found = SELF_LOG
             if own:
                 if named in self.reads and package != named:
                     self.reads[named]["through"] = package
