@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from kit.studies.diagnosis.evidence import Evidence
-from kit.studies.diagnosis.rule import MANY_STEPS, MOST_REMOVED, SLIVER, WAITS, Range, Rule, without, without_part
+from kit.studies.diagnosis.rule import MANY_STEPS, SLIVER, WAITS, Range, Rule, gone_from_reading, without, without_part
 from kit.studies.diagnosis.sampler import COMPUTING, MAKING
 from kit.units import format_bytes, format_count, format_seconds
 
@@ -34,32 +34,6 @@ def _one_read(found: Evidence, *packages: str) -> tuple[str, Mapping[str, Any], 
                 lines = (line for line in host["lines"] if line["package"] == package)
                 return package, read, math.fsum(line["fraction"] for line in lines), is_worker
     return None
-
-
-def _gone_from_reading(found: Evidence, share: float, is_worker: bool, low: float, high: float) -> Range:
-    """The gain where of what reads, a share of its process's time, between `low` and `high` is gone."""
-    before = found.train_seconds + found.wait_seconds if is_worker else found.step_seconds
-    cured = (_cured_seconds(found, share, is_worker, gone) for gone in (low, high))
-    after = [max((1 - MOST_REMOVED) * before, seconds) for seconds in cured]
-    return before / after[0], before / after[1]
-
-
-def _cured_seconds(found: Evidence, share: float, is_worker: bool, gone: float) -> float:
-    """Of a step without `gone` of the reading: what is left of it slows the training down as long as it lasts.
-
-    By so much as the training was slower beside the reading, or after it, than alone: reading takes cores, caches and
-    memory. In loader processes it lasts for some of the step, which is as long as that makes it; in the training
-    thread it adds to the step.
-    """
-    train, wait = found.train_seconds, found.wait_seconds
-    alone = train if found.alone_seconds is None else found.alone_seconds
-    slowed = max(0.0, train - alone)
-    if is_worker:  # the workers are what sets the pace
-        reading = (train + wait) * (1 - share * gone)
-        return max(reading, (alone + math.sqrt(alone**2 + 4 * slowed * reading)) / 2)
-    reading = max(0.0, wait - share * found.step_seconds * gone)
-    beside = found.step_seconds - train - wait
-    return alone + slowed * (reading / wait if wait > 0 else 0.0) + reading + beside
 
 
 def _making(found: Evidence) -> tuple[Mapping[str, Any], ...]:
@@ -128,7 +102,7 @@ def _one_row_effect(found: Evidence) -> Range | None:
         low, high = max(0.0, gone - (2 if "chunk" in sizes else 1) * calls), max(0.0, gone - calls)
     else:  # nobody knows what a call of that package takes
         low, high = _LEAST_GONE * gone, gone
-    return _gone_from_reading(found, share, is_worker, 0.9 * low if is_worker else low, high)
+    return gone_from_reading(found, share, is_worker, 0.9 * low if is_worker else low, high)
 
 
 _LEAST_GONE = 0.8
@@ -188,12 +162,12 @@ def _full_size_effect(found: Evidence) -> Range | None:
             low * share + _LEAST_GONE * (1 - kept) * (within - share),
             most * share + (1 - kept) * (within - share),
         )
-        return _gone_from_reading(found, within, is_worker, low / within, high / within)
+        return gone_from_reading(found, within, is_worker, low / within, high / within)
     left = min(1.0, timed.reduced_seconds / timed.whole_seconds)
     making = found.step_seconds * (max(1, _workers(found)) if is_worker else 1)
     decoding = min(1.0, timed.whole_seconds * found.batch_samples / (share * making))
     least = decoding * left + (1 - decoding) * min(left, timed.pixels_kept)
-    return _gone_from_reading(found, share, is_worker, *sorted((1 - left, 1 - least)))
+    return gone_from_reading(found, share, is_worker, *sorted((1 - left, 1 - least)))
 
 
 # -- disks
@@ -257,7 +231,7 @@ def _slow_disk_effect(found: Evidence) -> Range:
     """From files in memory: the wait goes; the calls that read remain, which take less than a tenth of it."""
     share = (_on_disk(found) or _OnDisk()).share
     in_workers = bool(_workers(found))
-    return _gone_from_reading(found, share if in_workers else share * found.shares.get("wait", 0.0), in_workers, 0.9, 1)
+    return gone_from_reading(found, share if in_workers else share * found.shares.get("wait", 0.0), in_workers, 0.9, 1)
 
 
 def _slow_checkpoints(found: Evidence) -> float | None:
