@@ -24,15 +24,44 @@ _CHUNKED = {"h5py": "HDF5", "zarr": "Zarr", "npz": "npz"}
 # -- files
 
 
-def _one_read(found: Evidence, *packages: str) -> tuple[str, Mapping[str, Any], float, bool] | None:
-    """Package, what it read, its share of its process's time, and whether that is a worker."""
-    places = [(found.host, False), *((worker, True) for worker in found.host.get("workers", ()))]
-    for host, is_worker in places:
+class _Read(NamedTuple):
+    """What one process, the rank or a loader process, reads by one package."""
+
+    package: str
+    sizes: Mapping[str, Any]
+    host: Mapping[str, Any]
+    is_worker: bool
+
+    @property
+    def lines(self) -> list[Mapping[str, Any]]:
+        return [line for line in self.host.get("lines", ()) if line["package"] == self.package]
+
+    @property
+    def share(self) -> float:
+        """Of the time of its process."""
+        return math.fsum(line["fraction"] for line in self.lines)
+
+    @property
+    def at(self) -> str:
+        """The line of the user's that is seen most, in words."""
+        return next((f" at {line['place']}" for line in self.lines if line["place"]), "")
+
+    @property
+    def share_at_lines(self) -> float:
+        """As `share`, of the user's lines at which it reads, with all that their libraries do about it."""
+        places = {line["place"] for line in self.lines if line["place"]}
+        return math.fsum(line["fraction"] for line in self.host.get("lines", ()) if line["place"] in places)
+
+    def making_seconds(self, found: Evidence) -> float:
+        """Of those that make batches, while one is trained on."""
+        return found.step_seconds * (max(1, _workers(found)) if self.is_worker else 1)
+
+
+def _one_read(found: Evidence, *packages: str) -> _Read | None:
+    for host in (found.host, *found.host.get("workers", ())):
         for package in packages:
-            read = host.get("reads", {}).get(package)
-            if read is not None:
-                lines = (line for line in host["lines"] if line["package"] == package)
-                return package, read, math.fsum(line["fraction"] for line in lines), is_worker
+            if package in host.get("reads", {}):
+                return _Read(package, host["reads"][package], host, host is not found.host)
     return None
 
 
@@ -41,105 +70,89 @@ def _making(found: Evidence) -> tuple[Mapping[str, Any], ...]:
     return tuple(found.host.get("workers", ())) or (found.host,)
 
 
-def _row_read(found: Evidence) -> tuple[str, Mapping[str, Any], float, bool] | None:
+def _row_read(found: Evidence) -> _Read | None:
     """As `_one_read`: a chunk that a reader told of, or what a package has read from files for a sample."""
     if (read := _one_read(found, *_CHUNKED)) is not None or found.own_loader or not found.batch_samples > 0:
         return read
-    makers, shares = _making(found), dict[str, float]()
-    for line in makers[0].get("lines", ()):
-        if line["part"] in MAKING and line["package"] not in COMPUTING:
-            shares[line["package"]] = shares.get(line["package"], 0.0) + line["fraction"]
-    package = max(shares, key=shares.__getitem__, default="")
+    makers = _making(found)
+    lines = [line for line in makers[0].get("lines", ()) if line["part"] in MAKING]
+    packages = {line["package"] for line in lines} - {*COMPUTING}
     rate = math.fsum(one.get("file_read_bytes", 0) / one.get("seconds", 1.0) for one in makers)
-    covered = {"covered_bytes": rate * found.step_seconds / found.batch_samples}
-    return (package, covered, shares[package], bool(_workers(found))) if package and rate > 0 else None
+    covered, is_worker = {"covered_bytes": rate * found.step_seconds / found.batch_samples}, bool(_workers(found))
+    reads = (_Read(one, covered, {**makers[0], "lines": lines}, is_worker) for one in sorted(packages) if rate > 0)
+    return max(reads, key=lambda read: read.share, default=None)
 
 
 def _one_row(found: Evidence) -> float | None:
     if not found.host or found.wait_fraction is None:
         return None
     read = _row_read(found)
-    if read is None or found.wait_fraction < SLIVER or read[2] < SLIVER:
+    if read is None or found.wait_fraction < SLIVER or read.share < SLIVER:
         return 1.0
-    return float(read[1].get("covered_bytes", 1) / max(1, _wanted_bytes(found, read[1])))
+    return float(read.sizes.get("covered_bytes", 1) / max(1, _wanted_bytes(found, read)))
 
 
-def _wanted_bytes(found: Evidence, read: Mapping[str, Any]) -> int:
+def _wanted_bytes(found: Evidence, read: _Read) -> int:
     """What was asked for at a time; where that is not told, what a sample has at most."""
-    return int(read.get("wanted_bytes", found.host.get("sample_bytes", 0)))
+    return int(read.sizes.get("wanted_bytes", found.host.get("sample_bytes", 0)))
 
 
 def _one_row_sentence(found: Evidence, _: float) -> str:
-    package, read, share, __ = _row_read(found) or ("", {}, 0.0, False)
-    lines = (line for one in _making(found) for line in one["lines"] if line["package"] == package)
-    at = next((f" at {line['place']}" for line in lines if line["place"]), "")
-    wanted, covered = format_bytes(_wanted_bytes(found, read)), format_bytes(read["covered_bytes"])
-    if "chunk" not in read:
-        said = f"For a sample of {wanted}, {covered} are read from files{at}, in {package}"
+    read = _row_read(found) or _Read("", {}, {}, False)
+    sizes, kind = read.sizes, _CHUNKED.get(read.package, "")
+    wanted, covered = format_bytes(_wanted_bytes(found, read)), format_bytes(sizes["covered_bytes"])
+    if "chunk" not in sizes:
+        said = f"For a sample of {wanted}, {covered} are read from files{read.at}, in {read.package}"
     else:
-        kind, sides, count = _CHUNKED[package], "×".join(map(str, read["chunk"])), read.get("chunks", 1)
+        sides, count = "×".join(map(str, sizes["chunk"])), sizes.get("chunks", 1)
         many = f"{count} {kind} chunks of {sides}" if count > 1 else f"one {kind} chunk of {sides}"
         of = many if sides else f"an array of an {kind} archive"
-        said = f"{wanted} are read at a time{at}, out of {of}: {covered} are decompressed for it"
-    return f"{said}, {share:.0%} of the time of who reads."
+        said = f"{wanted} are read at a time{read.at}, out of {of}: {covered} are decompressed for it"
+    return f"{said}, {read.share:.0%} of the time of who reads."
 
 
 def _one_row_effect(found: Evidence) -> Range | None:
-    """Without the bytes that nobody asked for; each sample's calls remain, one read or, with its label, two.
-
-    What goes and what remains is that of the lines that read, with all that their libraries do about it.
-    """
+    """Without the bytes that nobody asked for; each sample's calls remain, one read or, with its label, two."""
     read = _row_read(found)
     if read is None:
         return None
-    package, sizes, of_package, is_worker = read
-    share = max(of_package, _at_its_lines(found, package, is_worker))
-    samples = found.batch_samples
-    making = found.step_seconds * (max(1, _workers(found)) if is_worker else 1)
-    calls = samples * found.unit_costs.get(sizes.get("through", package), 0.0) / making / share
-    gone = 1 - _wanted_bytes(found, sizes) / sizes["covered_bytes"]
+    share, sizes = max(read.share, read.share_at_lines), read.sizes
+    each = found.unit_costs.get(sizes.get("through", read.package), 0.0)
+    calls = found.batch_samples * each / read.making_seconds(found) / share
+    gone = 1 - _wanted_bytes(found, read) / sizes["covered_bytes"]
     if calls or "chunk" in sizes:
         low, high = max(0.0, gone - (2 if "chunk" in sizes else 1) * calls), max(0.0, gone - calls)
     else:  # nobody knows what a call of that package takes
         low, high = _LEAST_GONE * gone, gone
-    return gone_from_reading(found, share, is_worker, 0.9 * low if is_worker else low, high)
+    return gone_from_reading(found, share, read.is_worker, 0.9 * low if read.is_worker else low, high)
 
 
 _LEAST_GONE = 0.8
 
 
-def _at_its_lines(found: Evidence, package: str, is_worker: bool) -> float:
-    """The share of the user's lines at which a package reads."""
-    hosts = found.host.get("workers", ()) if is_worker else [found.host]
-    host = next((one for one in hosts if package in one.get("reads", {})), hosts[0] if hosts else {})
-    places = {line["place"] for line in host.get("lines", ()) if line["package"] == package and line["place"]}
-    return math.fsum(line["fraction"] for line in host.get("lines", ()) if line["place"] in places)
-
-
-def _picture(found: Evidence) -> tuple[str, Mapping[str, Any], float, bool] | None:
+def _picture(found: Evidence) -> _Read | None:
     """As `_one_read`, of the package that decodes most."""
-    packages = {name for one in (found.host, *_making(found)) for name, read in one.get("reads", {}).items()
-                if "pixels" in read}  # fmt: skip
+    told = [one.get("reads", {}) for one in (found.host, *_making(found))]
+    packages = {name for reads in told for name, sizes in reads.items() if "pixels" in sizes}
     reads = (read for name in sorted(packages) if (read := _one_read(found, name)) is not None)
-    return max(reads, key=lambda read: read[2], default=None)
+    return max(reads, key=lambda read: read.share, default=None)
 
 
 def _full_size(found: Evidence) -> float | None:
     if not found.host or found.wait_fraction is None:
         return None
     read, pixels = _picture(found), found.host.get("pixels", 0)
-    if read is None or not pixels or found.wait_fraction < SLIVER or read[2] < 3 * SLIVER:
+    if read is None or not pixels or found.wait_fraction < SLIVER or read.share < 3 * SLIVER:
         return 1.0
-    return float(read[1]["pixels"] / pixels)
+    return float(read.sizes["pixels"] / pixels)
 
 
 def _full_size_sentence(found: Evidence, value: float) -> str:
-    read = _picture(found)
-    host = found.host if read is None or not read[3] else found.host["workers"][0]
-    place = next((line["place"] for line in host["lines"] if read is not None and line["package"] == read[0]), "")
+    read = _picture(found) or _Read("", {}, {}, False)
+    at = f",{read.at}" if read.at else ""
     return (
-        f"Pictures are decoded at {value:.0f} times the pixels that the model gets"
-        f"{f', at {place}' if place else ''}: {read[2] if read else 0:.0%} of the time of who reads."
+        f"Pictures are decoded at {value:.0f} times the pixels that the model gets{at}: {read.share:.0%} of the time "
+        "of who reads."
     )
 
 
@@ -152,22 +165,19 @@ def _full_size_effect(found: Evidence) -> Range | None:
     read = _picture(found)
     if read is None:
         return None
-    package, sizes, share, is_worker = read
-    timed, kept = found.decoded.get(package), found.host["pixels"] / sizes["pixels"]
+    share, sizes = read.share, read.sizes
+    timed, kept = found.decoded.get(read.package), found.host["pixels"] / sizes["pixels"]
     within = max(share, sizes.get("within", 0.0))
     low, high = (1 - 1 / factor for factor in _DECODED_AGAIN)
     if timed is None:
         most = max(high, 1 - kept) if "file" not in sizes else high  # a format that cannot be decoded smaller
-        low, high = (
-            low * share + _LEAST_GONE * (1 - kept) * (within - share),
-            most * share + (1 - kept) * (within - share),
-        )
-        return gone_from_reading(found, within, is_worker, low / within, high / within)
+        beside = (1 - kept) * (within - share)
+        gone = (low * share + _LEAST_GONE * beside, most * share + beside)
+        return gone_from_reading(found, within, read.is_worker, *(one / within for one in gone))
     left = min(1.0, timed.reduced_seconds / timed.whole_seconds)
-    making = found.step_seconds * (max(1, _workers(found)) if is_worker else 1)
-    decoding = min(1.0, timed.whole_seconds * found.batch_samples / (share * making))
+    decoding = min(1.0, timed.whole_seconds * found.batch_samples / (share * read.making_seconds(found)))
     least = decoding * left + (1 - decoding) * min(left, timed.pixels_kept)
-    return gone_from_reading(found, share, is_worker, *sorted((1 - left, 1 - least)))
+    return gone_from_reading(found, share, read.is_worker, *sorted((1 - left, 1 - least)))
 
 
 # -- disks
