@@ -402,6 +402,16 @@ def test_a_data_set_of_a_library_is_named_by_its_package():
     assert "loader process" not in judge(idle, source(idle))["waiting for data"].sentence
 
 
+def test_a_thread_that_holds_the_interpreter_is_told_on_a_busy_machine_too():
+    """Of a quarter of the time that was left by others, a third stood still; a larger batch pays because of that."""
+    beat = FAULTS["interpreter held by a thread"].hosts
+    gains = {"full precision": (1, 1), "batch too small": (2.5, 10.0)}
+    found = evidence(hosts=beat, thread_cores=0.9, queued_fraction=0.75, measured_gains=gains)
+    diagnosis = judge(found, source(found))
+    assert diagnosis.names == ("interpreter held by a thread",)
+    assert diagnosis["interpreter held by a thread"].value == pytest.approx(0.08 / 0.25)
+
+
 def test_a_clean_bill_says_where_the_time_goes():
     lines = [line("train.py, line 8, in auc", fraction=0.3), line("train.py, line 9, in auc", fraction=0.2)]
     found = evidence(hosts={0: host(lines=lines)}, work=work(places=tuple(one["place"] for one in lines)))
@@ -692,6 +702,11 @@ def test_a_hook_that_draws_a_little_is_slow_by_what_else_it_does():
     assert diagnosis["slow hook"].value == pytest.approx(0.52)
     assert "line 3" in diagnosis["slow hook"].sentence
     assert drawing_hook(found) is None, "to leave out the hook would not tell what drawing takes"
+    half = replace(
+        found, hosts={0: host(hooks={HOOK: 0.6}, lines=[{**counts, "fraction": 0.25}, {**draws, "fraction": 0.35}])}
+    )
+    assert drawing_hook(half) is None
+    assert judge(half, source(half))["drawing or logging in the step"].predicted[1] < 2.1
 
 
 def test_a_gain_that_was_measured_badly_is_bounded_by_the_share_that_was_seen():

@@ -138,8 +138,12 @@ def _hooks(found: Evidence) -> dict[str, float]:
     for name, share in found.host.get("hooks", {}).items():
         if name.rpartition(".")[2] not in _HOOKS_OF_PARTS:
             drawn = math.fsum(line["fraction"] for line in _drawn(found) if line["hook"] == name)
-            hooks[name] = share - drawn if drawn < share / 2 else 0.0
+            hooks[name] = share - drawn if drawn < _MOST_OF_HOOK * share else 0.0
     return hooks
+
+
+_MOST_OF_HOOK = 0.8
+"""A hook that draws so much does nothing else worth telling, and tells what drawing takes where it is left out."""
 
 
 def slowest_hook(found: Evidence) -> tuple[str, float]:
@@ -182,13 +186,19 @@ def _thread(found: Evidence) -> Mapping[str, Any] | None:
 
 
 def _held(found: Evidence) -> float | None:
-    """Of the time, what the training thread neither computed, queued for a core, nor waited for anything known."""
+    """Of the time in which it did not queue for a core, what the training thread neither computed nor waited for.
+
+    On a quiet machine that is of all the time; on a busy one queueing hides what a thread holds up.
+    """
     if not found.host or found.thread_cores is None:
         return None
     if _thread(found) is None or found.on_gpu:
         return 0.0
     waits = math.fsum(found.shares.get(part, 0.0) for part in ("wait", "communication", "checkpoint"))
-    return max(0.0, 1 - found.thread_cores - waits)
+    return max(0.0, 1 - found.thread_cores - waits) / max(_LEAST_READY, 1 - (found.queued_fraction or 0.0))
+
+
+_LEAST_READY = 0.1
 
 
 def _held_sentence(found: Evidence, value: float) -> str:
