@@ -429,7 +429,7 @@ LOADER_RULES: tuple[Rule, ...] = (
         "machine's memory", unit="fraction", threshold=0.03, source="kit: reading an object counts its references, "
         "which copies its page", needs="a trial of this machine", measure=_copied,
         explains=("workers copy the parent",), sentence=_copied_sentence,
-        setting=lambda found: "your dataset: arrays or tensors (or Arrow) in place of lists and dictionaries"
+        setting=lambda found: "your dataset: one array or tensor (or Arrow) in place of lists and dictionaries"
         if _forked(found) else "your dataset: tensors, whose memory all workers share, or files opened by each worker",
     ),
     Rule(
