@@ -226,8 +226,9 @@ def test_each_line_has_the_share_of_the_time_that_it_takes():
     pytest.fail(f"{found}")
 
 
-def test_short_python_between_calls_that_give_the_interpreter_is_seen_most():
+def test_short_python_between_calls_that_give_the_interpreter_is_seen_most(monkeypatch):
     """As where each text is split in Python and its numbers become a tensor."""
+    monkeypatch.setattr(room, "_is_alone", lambda: True)  # tests before may have left threads
     numbers, found = list(range(512)), []
     for _ in range(4):
         sampler = Sampler()
