@@ -230,9 +230,9 @@ def test_what_is_left_out_is_laid_to_a_finding_that_is_told():
     worker = {**ON_DISK, "lines": [line(part="worker", package="h5py", fraction=0.9)], "reads": {"h5py": read}}
     found = evidence(shares=shares(wait=0.6), hosts={0: host(workers=[worker] * 2)}, thread_cores=0.5)
     diagnosis = judge(found, source(found))
-    assert diagnosis.names == ("one row of a large chunk",)
+    assert diagnosis.names == (ROW,)
     (said,) = diagnosis.settled
-    assert said.startswith("one row of a large chunk explains ")
+    assert said.startswith(f"{ROW} explains ")
     assert "slow disk" in said
 
 
@@ -242,7 +242,7 @@ def test_what_is_next_is_not_said_where_more_goes_than_the_part_has():
         shares=shares(forward=0.05, other=0.8),
         hosts={0: host(lines=[line(package="matplotlib", part="other", hook=HOOK, fraction=0.75)])},
     )  # fmt: skip
-    assert judge(found, source(found))["drawing or logging in the step"].limit_next == ""
+    assert judge(found, source(found))[LOGGED].limit_next == ""
 
 
 def test_a_wait_in_which_the_thread_was_idle_is_no_computing_because_it_queued_elsewhere():
@@ -698,15 +698,15 @@ def test_a_hook_that_draws_a_little_is_slow_by_what_else_it_does():
     counts = line("watch.py, line 3, in count", package="numpy", hook=HOOK, part="other", fraction=0.5)
     found = evidence(hosts={0: host(hooks={HOOK: 0.6}, lines=[counts, draws])}, shares=shares(other=0.6))
     diagnosis = judge(found, source(found))
-    assert diagnosis.names == ("slow hook", "drawing or logging in the step")
+    assert diagnosis.names == ("slow hook", LOGGED)
     assert diagnosis["slow hook"].value == pytest.approx(0.52)
     assert "line 3" in diagnosis["slow hook"].sentence
-    assert drawing_hook(found) is None, "to leave out the hook would not tell what drawing takes"
+    assert drawing_hook(found) is None, "it would leave out more"
     half = replace(
         found, hosts={0: host(hooks={HOOK: 0.6}, lines=[{**counts, "fraction": 0.25}, {**draws, "fraction": 0.35}])}
     )
     assert drawing_hook(half) is None
-    assert judge(half, source(half))["drawing or logging in the step"].predicted[1] < 2.1
+    assert judge(half, source(half))[LOGGED].predicted[1] < 2.1
 
 
 def test_a_gain_that_was_measured_badly_is_bounded_by_the_share_that_was_seen():
@@ -723,9 +723,9 @@ def test_what_may_bring_nothing_is_neither_first_nor_said_to_hold_anything_up():
     assert judged["no prefetch"].predicted[0] < 1
     assert " may hold " in judged.headline
     held = replace(doubtful, thread_cores=0.5, hosts=FAULTS["interpreter held by a thread"].hosts)
-    assert "interpreter held by a thread most" in judge(held, source(held)).headline
+    assert "held by a thread most" in judge(held, source(held)).headline
     rather_none = replace(doubtful, process_cores=1.75)
-    assert "no prefetch" not in names(rather_none), "cores are busy, so a gain of a twentieth is not likely"
+    assert "no prefetch" not in names(rather_none), "the cores are busy"
 
 
 def test_page_faults_are_a_finding_where_keeping_memory_was_measured_to_help():
