@@ -82,7 +82,7 @@ def drawing_hook(found: Evidence) -> str | None:
     drawn = _drawn(found)
     if not drawn or (_drawing(found) or 0.0) < _TWENTIETH:
         return None
-    hooks, most = {line["hook"] for line in drawn}, _hooks(found)
+    hooks, most = {str(line["hook"]) for line in drawn}, _hooks(found)
     if len(hooks) == 1 and most.get(hook := hooks.pop()) == 0.0:
         return hook
     return "" if all(line["package"] in LOGGERS for line in drawn) else None
