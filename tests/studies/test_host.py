@@ -6,6 +6,7 @@ import sys
 import threading
 import time
 import tracemalloc
+import types
 import weakref
 from dataclasses import replace
 from multiprocessing import Pipe
@@ -21,7 +22,7 @@ from lightning.pytorch import Callback
 from PIL import Image
 from pipeline_events import steps
 from pyarrow import parquet
-from torch.utils.data import DataLoader, Dataset, Subset, TensorDataset
+from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset, TensorDataset
 from torch.utils.data._utils import worker as torch_worker
 
 import kit
@@ -225,6 +226,27 @@ def test_each_line_has_the_share_of_the_time_that_it_takes():
     pytest.fail(f"{found}")
 
 
+def test_short_python_between_calls_that_give_the_interpreter_is_seen_most(monkeypatch):
+    """As where each text is split in Python and its numbers become a tensor."""
+    monkeypatch.setattr(room, "_is_alone", lambda: True)  # tests before may have left threads
+    numbers, found = list(range(512)), []
+    for _ in range(4):
+        sampler = Sampler()
+        sampler.start()
+        while sampler.samples < 60:
+            torch.tensor(numbers)
+            counted(12_000)
+        sampler.stop()
+        shares = dict.fromkeys(("counted", sys._getframe().f_code.co_name), 0.0)
+        for (_, _, file, _, function, _), seconds in sampler.lines.items():
+            if file == __file__:
+                shares[function] += seconds / sampler.seconds
+        found.append(shares)
+        if shares["counted"] > 0.5:
+            return
+    pytest.fail(f"{found}")
+
+
 def counted(numbers):
     total = 0
     for number in range(numbers):
@@ -273,6 +295,13 @@ def test_what_python_objects_take_is_about_what_was_allocated():
     tracemalloc.stop()
     assert 0.6 < objects_bytes(SimpleNamespace(rows=rows)) / taken < 1.7
     assert objects_bytes(SimpleNamespace(rows=torch.zeros(20_000))) == 0
+
+
+def test_small_tensors_of_a_list_lie_beside_their_counters_and_large_ones_do_not():
+    """A list of 64 numbers each took 701 B a tensor of resident memory, and one of 1024 numbers 3.8 KB."""
+    small, large = ([torch.zeros(numbers)] * 10_000 for numbers in (64, 1 << 16))
+    assert objects_bytes(SimpleNamespace(rows=small)) == pytest.approx(10_000 * 701, rel=0.1)
+    assert objects_bytes(SimpleNamespace(rows=large)) < 10_000 * 701
 
 
 def test_arrays_of_a_dataset_count_where_it_is_pickled_and_wrapped_ones_once():
@@ -388,6 +417,53 @@ def test_what_reads_is_named_below_the_library_that_asked_for_it(tmp_path):
     assert sampler.reads["h5py"]["covered_bytes"] == 2048 * 64 * 8
     assert sampler.reads["h5py"]["through"] == "xarray"
     assert any(package == "h5py" for *_, package in sampler.lines)
+
+
+class LogsMany(TinyModule):
+    """Each step logs so many values that this is what it does."""
+
+    def training_step(self, batch, batch_idx):
+        loss = super().training_step(batch, batch_idx)
+        for number in range(500):
+            self.log(f"metric{number}", loss)
+        return loss
+
+
+def test_what_a_module_logs_is_told_as_logging_at_its_line(config):
+    data = DataLoader(TensorDataset(torch.ones(64, 8), torch.ones(64, 1)), batch_size=4)
+    trial = kit.fit(config(max_steps=12, warmup_steps=2), LogsMany, data).wait()
+    finding = kit.studies.diagnose(trial, peaks=False, short_trials=False)["drawing or logging in the step"]
+    assert "in training_step, in self.log" in finding.sentence
+
+
+OF_A_LIBRARY = """
+class Shelf(IterableDataset):
+    def __iter__(self):
+        yield look(sys._getframe())
+
+
+def drain():
+    for _ in DataLoader(Shelf(), batch_size=1):
+        pass
+"""
+
+
+def test_a_data_set_of_a_library_is_told_by_its_package():
+    """No line of the user's is on the stack, and the outermost package is who trains."""
+    seen, sampler = [], Sampler()
+
+    def look(frame):
+        seen.append(sampler._line(frame))
+        return 1.0
+
+    names = {"DataLoader": DataLoader, "IterableDataset": IterableDataset, "look": look, "sys": sys}
+    exec(compile(OF_A_LIBRARY, "/x/site-packages/shelf/shelf.py", "exec"), names | {"__name__": "shelf"}, names)
+    outside = {"drain": types.FunctionType(names["drain"].__code__, names)}
+    exec(compile("def train():\n    drain()", "/x/site-packages/trainer/trainer.py", "exec"), outside)
+    thread = threading.Thread(target=outside["train"])  # where this test is not on the stack
+    thread.start()
+    thread.join()
+    assert seen == [(("", 0, "", "shelf"), True)]
 
 
 def test_the_size_of_a_picture_that_opencv_decodes_is_seen(tmp_path):

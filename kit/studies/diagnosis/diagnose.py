@@ -36,10 +36,11 @@ from kit.errors import ConfigError, KitError, Problem, TrialError
 from kit.records.trace import PHASE_LABELS, PHASES
 from kit.registry import Drawable, display
 from kit.speed.peaks import Peaks, device_peaks
-from kit.studies.diagnosis.evidence import BUSY_FRACTION, Evidence, evidence_of
+from kit.studies.diagnosis.evidence import BUSY_FRACTION, MUCH_SEEN, Evidence, evidence_of, most_seen
 from kit.studies.diagnosis.gains import measured_gains, training_alone, without_drawing
 from kit.studies.diagnosis.rule import Change, Range, Rule, bounded, middle, show, widened
 from kit.studies.diagnosis.rules import RULES
+from kit.studies.diagnosis.sampler import MAKING
 from kit.studies.profiling.profile import Profile
 from kit.studies.repeats import MOST, RunSource, Tried, try_change
 from kit.tables import FRAME, html_list, html_table, text_table
@@ -91,11 +92,16 @@ class Finding:
         return middle(self.predicted)
 
     @property
+    def is_doubtful(self) -> bool:
+        """Whether the change may also bring nothing."""
+        return self.predicted is not None and self.predicted[0] < 1
+
+    @property
     def effect(self) -> str:
         if self.predicted is None:
             return "not known before it is tried"
         low, high = self.predicted
-        none = ", so perhaps no faster" if low < 1 < high else ""
+        none = ", so perhaps no faster" if self.is_doubtful else ""
         then = f"; then {self.limit_next}" if self.limit_next else ""
         start, end = (f"{one:.1f}" if one < 10 else f"{one:.0f}" for one in (low, high))
         return f"{start} to {end} × as fast{none}{then}"
@@ -194,10 +200,11 @@ class Diagnosis(Drawable):
         if self.clean:
             return f"Nothing was found that holds this training up ({len(self.values)} of {len(RULES)} rules applied)."
         first, count = self.findings[0], len(self.findings)
-        slow = first.predicted is not None
+        slow, may = first.predicted is not None, first.is_doubtful
         if count == 1:
-            return f"One thing {'holds this training up' if slow else 'is wrong with this training'}: {first.name}."
-        wrong = "hold this training up" if slow else "are wrong with this training"
+            slows = "may hold this training up" if may else "holds this training up"
+            return f"One thing {slows if slow else 'is wrong with this training'}: {first.name}."
+        wrong = f"{'may ' * may}hold this training up" if slow else "are wrong with this training"
         return f"{count} things {wrong}, {first.name} most of all."
 
     @property
@@ -381,6 +388,9 @@ def judge(evidence: Evidence, source: RunSource, notes: Sequence[str] = ()) -> D
     found = [_finding(rule, value, evidence, source) for rule, value in known.items() if value >= rule.threshold]
     findings, settled = settle(found)
     remarks = [*evidence.notes]
+    share, where, _ = most_seen(line for line in evidence.host.get("lines", ()) if line["part"] not in MAKING)
+    if not findings and share >= MUCH_SEEN and not evidence.on_gpu:  # whose time is not the host's
+        remarks.append(f"the code seen most is {where}: {share:.0%} of the time")
     # The rules hold on a busy machine too: what is wrong there is seldom right on a quiet one.
     if (queued := evidence.queued_fraction or 0.0) >= BUSY_FRACTION:
         remarks.append(
@@ -400,14 +410,14 @@ _FAILS = ("device memory near its limit", "host memory near its limit")
 
 def settle(findings: Sequence[Finding]) -> tuple[list[Finding], list[str]]:
     """Findings without those that another explains or mends, the largest effect first; and what was left out."""
-    explained = {name: one.name for one in findings for name in one.rule.explains}
+    explained = {name for one in findings for name in one.rule.explains}
     kept = [one for one in findings if one.name not in explained]
-    kept.sort(key=lambda one: (one.name not in _FAILS, -(one.predicted_gain or 0.0)))
-    words = [f"{one.name} is explained by {explained[one.name]}" for one in findings if one.name in explained]
+    kept.sort(key=lambda one: (one.name not in _FAILS, one.is_doubtful, -(one.predicted_gain or 0.0)))
+    words, mends = list[str](), dict[str, list[str]]()
     turned, changes = dict[str, tuple[str, Any]](), dict[str, str]()
     for one in [*kept]:
         if one.change and changes.setdefault(repr(sorted(one.change.items())), one.name) != one.name:
-            words.append(f"{one.name} is mended by what mends {changes[repr(sorted(one.change.items()))]}")
+            mends.setdefault(changes[repr(sorted(one.change.items()))], []).append(one.name)
             kept.remove(one)
             continue
         place = kept.index(one)
@@ -417,15 +427,36 @@ def settle(findings: Sequence[Finding]) -> tuple[list[Finding], list[str]]:
             words.append(f"{one.name} would turn {against[0]} otherwise than {turned[against[0]][0]}, which is first")
         else:
             turned |= {path: (one.name, value) for path, value in one.change.items()}
+    by_name, told = {one.name: one for one in findings}, {one.name for one in kept}
+    for one in kept:
+        also = mends.get(one.name, [])
+        because = [name for name in _consequences([one.name, *also], by_name) if name not in (*also, *told)]
+        told |= {*also, *because}
+        does = [f"{verb} {_listed(names)}" for verb, names in (("explains", because), ("mends", also)) if names]
+        words += [f"{one.name} {' and '.join(does)}"] if does else []
     return kept, words
+
+
+def _consequences(names: Sequence[str], findings: Mapping[str, Finding]) -> list[str]:
+    """What these findings explain, and what that explains, of those that are there."""
+    found = [*names]
+    for name in found:  # which grows meanwhile
+        found += [one for one in findings[name].rule.explains if one in findings and one not in found]
+    return found[len(names) :]
+
+
+def _listed(names: Sequence[str]) -> str:
+    return " and ".join(filter(None, (", ".join(names[:-1]), names[-1])))
 
 
 def _limit_next(rule: Rule, gain: float | None, evidence: Evidence) -> str:
     """What is longest once the rule's part is as much shorter as the gain says."""
     if gain is None or rule.part not in evidence.shares or not gain > 1:
         return ""
-    left = dict(evidence.shares)
-    left[rule.part] = max(0.0, left[rule.part] - (1 - 1 / gain))
+    left, gone = dict(evidence.shares), 1 - 1 / gain
+    if gone > left[rule.part] + _LEAST_LABEL:  # it takes more than that part, and nobody knows from which others
+        return ""
+    left[rule.part] = max(0.0, left[rule.part] - gone)
     part = max(left, key=left.__getitem__)
     return f"{PHASE_LABELS.get(part, part)} is longest, {left[part] / (math.fsum(left.values()) or 1):.0%} of a step"
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import statistics
 from collections import defaultdict
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
@@ -23,7 +23,7 @@ from kit.machine.machine import hardware
 from kit.machine.processes import machine
 from kit.records.trace import BESIDE_TRAINING, finite, merged
 from kit.speed.peaks import Peaks
-from kit.studies.diagnosis.sampler import MAKING
+from kit.studies.diagnosis.sampler import COMPUTING, MAKING
 from kit.studies.diagnosis.unit_costs import LOOP, PAGE, VALUE, Decoded, decoded, unit_costs
 from kit.studies.profiling.profile import Profile
 from kit.studies.profiling.trace import TraceInfo
@@ -182,7 +182,7 @@ class Evidence:
             shares = seen.setdefault(one, {})
             for line in host.get("lines", ()):
                 if line["place"]:
-                    shares[_function(line["place"])] = shares.get(_function(line["place"]), 0.0) + line["fraction"]
+                    shares[function_of(line["place"])] = shares.get(function_of(line["place"]), 0.0) + line["fraction"]
         mine, others = seen.pop(rank, {}), [*seen.values()]
         more = {
             name: share - max((other.get(name, 0.0) for other in others), default=0.0) for name, share in mine.items()
@@ -190,7 +190,7 @@ class Evidence:
         most = max(more, key=more.__getitem__, default="")
         if not most or more[most] < _STANDS_OUT:
             return ""
-        lines = (line for line in self.hosts[rank]["lines"] if _function(line["place"]) == most)
+        lines = (line for line in self.hosts[rank]["lines"] if function_of(line["place"]) == most)
         return str(max(lines, key=lambda line: float(line["fraction"]))["place"])
 
     @property
@@ -265,8 +265,37 @@ class Evidence:
         return max(0.0, 1 - idle / self.shares["wait"])
 
 
-def _function(place: str) -> str:
-    """A place without its line."""
+def most_seen(lines: Iterable[Mapping[str, Any]], whole: float = 1.0) -> tuple[float, str, str]:
+    """Of the function seen most its share of `whole`, where it is, by its line seen most, and the package called there.
+
+    What a library does without a line of the user's counts as the library.
+    """
+    shares, places = defaultdict[str, float](float), defaultdict[str, float](float)
+    told = dict[str, Mapping[str, Any]]()
+    for line in sorted(lines, key=lambda line: -line["fraction"]):
+        if line["place"] or line["package"] not in COMPUTING:
+            at = function_of(line["place"]) or line["package"]
+            shares[at] += line["fraction"] / whole
+            places[line["place"]] += line["fraction"] / whole
+            told.setdefault(at, line)
+    most = max(shares, key=shares.__getitem__, default="")
+    if not most:
+        return 0.0, "", ""
+    place, package = told[most]["place"], told[most]["package"]
+    line_at, _, name = place.rpartition(", in ")
+    if line_at and places[place] < _MOST_OF_FUNCTION * shares[most]:
+        where = f"in {name}, most of that at {line_at}"
+    else:
+        where = f"at {place}" if place else ""
+    return min(1.0, shares[most]), ", ".join(filter(None, (where, f"in {package}" if package else ""))), package
+
+
+_MOST_OF_FUNCTION, MUCH_SEEN = 0.8, 0.3
+"""Of the time of who is watched, what is worth telling: `MUCH_SEEN`."""
+
+
+def function_of(place: str) -> str:
+    """A place without its line: file and function."""
     file, _, rest = place.partition(", line ")
     return file + rest.partition(",")[2]
 

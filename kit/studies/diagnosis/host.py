@@ -49,6 +49,8 @@ from kit.trial.verdict import describe
 _POINTS = 12
 _HOOKS = ("[Callback]", "[LightningModule]", "[LightningDataModule]")
 _LEAST_ENTRIES, _MOST_WRAPPED = 10_000, 4
+_TENSOR_BYTES = 440
+"""Of a tensor without its numbers."""
 
 
 class _Mallinfo(ctypes.Structure):
@@ -281,14 +283,14 @@ def thread_seconds() -> dict[str, float]:
 
 
 def sizes(trainer: Trainer, module: LightningModule) -> dict[str, int]:
-    """Entries of the containers that the module and the user's callbacks hold as attributes."""
+    """Entries of the containers that the module and the user's callbacks, or their classes, hold as attributes."""
     callbacks = getattr(trainer, "callbacks")  # noqa: B009
     own = [callback for callback in callbacks if not type(callback).__module__.startswith(("kit.", "lightning."))]
     holders: list[Any] = [module, *own]
     return {
         f"{type(holder).__name__}.{name}": len(value)
         for holder in holders
-        for name, value in vars(holder).items()
+        for name, value in {**vars(type(holder)), **vars(holder)}.items()
         if isinstance(value, list | dict | set) and not name.startswith("_")
     }
 
@@ -356,7 +358,9 @@ def _sampled_bytes(container: list[Any] | dict[Any, Any]) -> int:
 
 
 def _deep_bytes(value: Any, depth: int) -> int:
-    size = sys.getsizeof(value, 0) if not isinstance(value, torch.Tensor) else 0
+    if isinstance(value, torch.Tensor):  # numbers of a small one share pages with what counts its references
+        return _TENSOR_BYTES + (value.nbytes if value.nbytes < mmap.PAGESIZE else 0)
+    size = sys.getsizeof(value, 0)
     if depth and isinstance(value, list | tuple | set):
         return size + sum(_deep_bytes(item, depth - 1) for item in list(value)[:100])
     if depth and isinstance(value, dict):

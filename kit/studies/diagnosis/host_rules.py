@@ -12,8 +12,8 @@ from typing import Any
 
 from kit.records.trace import BESIDE_TRAINING
 from kit.studies.diagnosis.evidence import Evidence
-from kit.studies.diagnosis.rule import MANY_STEPS, SLIVER, Change, Range, Rule, without, without_part
-from kit.studies.diagnosis.sampler import DRAWERS, LOGGERS
+from kit.studies.diagnosis.rule import MANY_STEPS, SLIVER, Change, Range, Rule, agreed, without, without_part
+from kit.studies.diagnosis.sampler import DRAWERS, LOGGERS, SELF_LOG
 from kit.studies.diagnosis.unit_costs import PAGE_BYTES
 from kit.units import format_bytes, format_count, format_seconds
 
@@ -61,8 +61,10 @@ def _validation_change(found: Evidence) -> Change:
 
 
 def _drawn(found: Evidence) -> list[Mapping[str, Any]]:
-    """Lines that draw or log."""
-    return [line for line in _lines(found) if line["package"] in DRAWERS and line["part"] not in ("wait", "worker")]
+    """Lines that draw or log. To log a few values is no more than any step does, and a GPU works on meanwhile."""
+    drawn = [line for line in _lines(found) if line["package"] in DRAWERS and line["part"] not in ("wait", "worker")]
+    own = math.fsum(line["fraction"] for line in drawn if line["package"] == SELF_LOG)
+    return drawn if own >= 2 * SLIVER and not found.on_gpu else [one for one in drawn if one["package"] != SELF_LOG]
 
 
 def _drawing(found: Evidence) -> float | None:
@@ -77,10 +79,11 @@ def drawing_hook(found: Evidence) -> str | None:
 
     Empty where it is all done by loggers, which such a trial has none of.
     """
-    drawn, hook = _drawn(found), slowest_hook(found)[0]
+    drawn = _drawn(found)
     if not drawn or (_drawing(found) or 0.0) < _TWENTIETH:
         return None
-    if hook and all(line["hook"] == hook for line in drawn):
+    hooks, most = {str(line["hook"]) for line in drawn}, _hooks(found)
+    if len(hooks) == 1 and most.get(hook := hooks.pop()) == 0.0:
         return hook
     return "" if all(line["package"] in LOGGERS for line in drawn) else None
 
@@ -93,8 +96,9 @@ def left_out_fraction(found: Evidence) -> float:
 
 
 def _drawing_effect(found: Evidence) -> Range:
-    """As steps without it were measured; where they were not, without the share that was seen."""
-    return found.measured_gains.get("drawing or logging in the step") or _sampled(found, _drawing(found) or 0.0)
+    """As steps without it were measured, within what the share that was seen allows."""
+    seen = _sampled(found, _drawing(found) or 0.0)
+    return agreed(found.measured_gains.get("drawing or logging in the step"), seen)
 
 
 def _drawing_sentence(found: Evidence, value: float) -> str:
@@ -128,19 +132,31 @@ def _python_sentence(found: Evidence, value: float) -> str:
     )
 
 
+def _hooks(found: Evidence) -> dict[str, float]:
+    """The share of each hook without what it draws and logs; 0 where that is most of it."""
+    hooks = dict[str, float]()
+    for name, share in found.host.get("hooks", {}).items():
+        if name.rpartition(".")[2] not in _HOOKS_OF_PARTS:
+            drawn = math.fsum(line["fraction"] for line in _drawn(found) if line["hook"] == name)
+            hooks[name] = share - drawn if drawn < _MOST_OF_HOOK * share else 0.0
+    return hooks
+
+
+_MOST_OF_HOOK = 0.8
+"""A hook that draws so much does nothing else worth telling, and tells what drawing takes where it is left out."""
+
+
 def slowest_hook(found: Evidence) -> tuple[str, float]:
-    """The hook that takes most, and its share."""
-    hooks = {
-        name: share for name, share in found.host.get("hooks", {}).items()
-        if name.rpartition(".")[2] not in _HOOKS_OF_PARTS
-    }  # fmt: skip
+    """The hook that takes most beside drawing and logging, and that share."""
+    hooks = _hooks(found)
     worst = max(hooks, key=hooks.__getitem__, default="")
     return worst, hooks.get(worst, 0.0)
 
 
 def _hook_sentence(found: Evidence, value: float) -> str:
-    name = slowest_hook(found)[0]
-    place = next((line["place"] for line in _lines(found) if line["hook"] == name and line["place"]), "")
+    name, drawn = slowest_hook(found)[0], _drawn(found)
+    lines = (line for line in _lines(found) if line["hook"] == name and line["place"] and line not in drawn)
+    place = next((line["place"] for line in lines), "")
     seconds = format_seconds(value * found.step_seconds)
     return (
         f"{name.partition(']')[2]} takes {value:.0%} of the time, {seconds} a step{f', at {place}' if place else ''}."
@@ -148,9 +164,9 @@ def _hook_sentence(found: Evidence, value: float) -> str:
 
 
 def _hook_effect(found: Evidence) -> Range:
-    """As steps without the hook were measured; where they were not, without its share."""
+    """As steps without the hook were measured, within what its share allows."""
     share = slowest_hook(found)[1]
-    return found.measured_gains.get("slow hook") or without(0.95 * share, share)
+    return agreed(found.measured_gains.get("slow hook"), without(0.95 * share, share))
 
 
 def _garbage(found: Evidence) -> float | None:
@@ -170,13 +186,19 @@ def _thread(found: Evidence) -> Mapping[str, Any] | None:
 
 
 def _held(found: Evidence) -> float | None:
-    """Of the time, what the training thread neither computed, queued for a core, nor waited for anything known."""
+    """Of the time in which it did not queue for a core, what the training thread neither computed nor waited for.
+
+    On a quiet machine that is of all the time; on a busy one queueing hides what a thread holds up.
+    """
     if not found.host or found.thread_cores is None:
         return None
     if _thread(found) is None or found.on_gpu:
         return 0.0
     waits = math.fsum(found.shares.get(part, 0.0) for part in ("wait", "communication", "checkpoint"))
-    return max(0.0, 1 - found.thread_cores - waits)
+    return max(0.0, 1 - found.thread_cores - waits) / max(_LEAST_READY, 1 - (found.queued_fraction or 0.0))
+
+
+_LEAST_READY = 0.1
 
 
 def _held_sentence(found: Evidence, value: float) -> str:
@@ -376,7 +398,7 @@ HOST_RULES: tuple[Rule, ...] = (
         threshold=_TWENTIETH, source="kit", needs="watched steps", measure=_drawing, sentence=_drawing_sentence,
         setting=lambda _: "that line: every hundredth step, fewer values, or after the training",
         effect=_drawing_effect, part="forward",
-        explains=("slow hook", "sync in the step", "batch too small"),
+        explains=("sync in the step", "batch too small"),
     ),
     Rule(
         name="Python in the step", looks_at="share of the time at lines of training_step that call no operation of "

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from kit.studies.diagnosis.evidence import Evidence
-from kit.studies.diagnosis.rule import MANY_STEPS, MOST_REMOVED, SLIVER, WAITS, Range, Rule, without, without_part
+from kit.studies.diagnosis.rule import MANY_STEPS, SLIVER, WAITS, Range, Rule, gone_from_reading, without, without_part
 from kit.studies.diagnosis.sampler import COMPUTING, MAKING
 from kit.units import format_bytes, format_count, format_seconds
 
@@ -24,42 +24,45 @@ _CHUNKED = {"h5py": "HDF5", "zarr": "Zarr", "npz": "npz"}
 # -- files
 
 
-def _one_read(found: Evidence, *packages: str) -> tuple[str, Mapping[str, Any], float, bool] | None:
-    """Package, what it read, its share of its process's time, and whether that is a worker."""
-    places = [(found.host, False), *((worker, True) for worker in found.host.get("workers", ()))]
-    for host, is_worker in places:
+class _Read(NamedTuple):
+    """What one process, the rank or a loader process, reads by one package."""
+
+    package: str
+    sizes: Mapping[str, Any]
+    host: Mapping[str, Any]
+    is_worker: bool
+
+    @property
+    def lines(self) -> list[Mapping[str, Any]]:
+        return [line for line in self.host.get("lines", ()) if line["package"] == self.package]
+
+    @property
+    def share(self) -> float:
+        """Of the time of its process."""
+        return math.fsum(line["fraction"] for line in self.lines)
+
+    @property
+    def at(self) -> str:
+        """The line of the user's that is seen most, in words."""
+        return next((f" at {line['place']}" for line in self.lines if line["place"]), "")
+
+    @property
+    def share_at_lines(self) -> float:
+        """As `share`, of the user's lines at which it reads, with all that their libraries do about it."""
+        places = {line["place"] for line in self.lines if line["place"]}
+        return math.fsum(line["fraction"] for line in self.host.get("lines", ()) if line["place"] in places)
+
+    def making_seconds(self, found: Evidence) -> float:
+        """Of those that make batches, while one is trained on."""
+        return found.step_seconds * (max(1, _workers(found)) if self.is_worker else 1)
+
+
+def _one_read(found: Evidence, *packages: str) -> _Read | None:
+    for host in (found.host, *found.host.get("workers", ())):
         for package in packages:
-            read = host.get("reads", {}).get(package)
-            if read is not None:
-                lines = (line for line in host["lines"] if line["package"] == package)
-                return package, read, math.fsum(line["fraction"] for line in lines), is_worker
+            if package in host.get("reads", {}):
+                return _Read(package, host["reads"][package], host, host is not found.host)
     return None
-
-
-def _gone_from_reading(found: Evidence, share: float, is_worker: bool, low: float, high: float) -> Range:
-    """The gain where of what reads, a share of its process's time, between `low` and `high` is gone."""
-    before = found.train_seconds + found.wait_seconds if is_worker else found.step_seconds
-    cured = (_cured_seconds(found, share, is_worker, gone) for gone in (low, high))
-    after = [max((1 - MOST_REMOVED) * before, seconds) for seconds in cured]
-    return before / after[0], before / after[1]
-
-
-def _cured_seconds(found: Evidence, share: float, is_worker: bool, gone: float) -> float:
-    """Of a step without `gone` of the reading: what is left of it slows the training down as long as it lasts.
-
-    By so much as the training was slower beside the reading, or after it, than alone: reading takes cores, caches and
-    memory. In loader processes it lasts for some of the step, which is as long as that makes it; in the training
-    thread it adds to the step.
-    """
-    train, wait = found.train_seconds, found.wait_seconds
-    alone = train if found.alone_seconds is None else found.alone_seconds
-    slowed = max(0.0, train - alone)
-    if is_worker:  # the workers are what sets the pace
-        reading = (train + wait) * (1 - share * gone)
-        return max(reading, (alone + math.sqrt(alone**2 + 4 * slowed * reading)) / 2)
-    reading = max(0.0, wait - share * found.step_seconds * gone)
-    beside = found.step_seconds - train - wait
-    return alone + slowed * (reading / wait if wait > 0 else 0.0) + reading + beside
 
 
 def _making(found: Evidence) -> tuple[Mapping[str, Any], ...]:
@@ -67,106 +70,89 @@ def _making(found: Evidence) -> tuple[Mapping[str, Any], ...]:
     return tuple(found.host.get("workers", ())) or (found.host,)
 
 
-def _row_read(found: Evidence) -> tuple[str, Mapping[str, Any], float, bool] | None:
+def _row_read(found: Evidence) -> _Read | None:
     """As `_one_read`: a chunk that a reader told of, or what a package has read from files for a sample."""
     if (read := _one_read(found, *_CHUNKED)) is not None or found.own_loader or not found.batch_samples > 0:
         return read
-    makers, shares = _making(found), dict[str, float]()
-    for line in makers[0].get("lines", ()):
-        if line["part"] in MAKING and line["package"] not in COMPUTING:
-            shares[line["package"]] = shares.get(line["package"], 0.0) + line["fraction"]
-    package = max(shares, key=shares.__getitem__, default="")
+    makers = _making(found)
+    lines = [line for line in makers[0].get("lines", ()) if line["part"] in MAKING]
+    packages = {line["package"] for line in lines} - {*COMPUTING}
     rate = math.fsum(one.get("file_read_bytes", 0) / one.get("seconds", 1.0) for one in makers)
-    covered = {"covered_bytes": rate * found.step_seconds / found.batch_samples}
-    return (package, covered, shares[package], bool(_workers(found))) if package and rate > 0 else None
+    covered, is_worker = {"covered_bytes": rate * found.step_seconds / found.batch_samples}, bool(_workers(found))
+    reads = (_Read(one, covered, {**makers[0], "lines": lines}, is_worker) for one in sorted(packages) if rate > 0)
+    return max(reads, key=lambda read: read.share, default=None)
 
 
 def _one_row(found: Evidence) -> float | None:
     if not found.host or found.wait_fraction is None:
         return None
     read = _row_read(found)
-    if read is None or found.wait_fraction < SLIVER or read[2] < SLIVER:
+    if read is None or found.wait_fraction < SLIVER or read.share < SLIVER:
         return 1.0
-    return float(read[1].get("covered_bytes", 1) / max(1, _wanted_bytes(found, read[1])))
+    return float(read.sizes.get("covered_bytes", 1) / max(1, _wanted_bytes(found, read)))
 
 
-def _wanted_bytes(found: Evidence, read: Mapping[str, Any]) -> int:
+def _wanted_bytes(found: Evidence, read: _Read) -> int:
     """What was asked for at a time; where that is not told, what a sample has at most."""
-    return int(read.get("wanted_bytes", found.host.get("sample_bytes", 0)))
+    return int(read.sizes.get("wanted_bytes", found.host.get("sample_bytes", 0)))
 
 
 def _one_row_sentence(found: Evidence, _: float) -> str:
-    package, read, share, __ = _row_read(found) or ("", {}, 0.0, False)
-    if "chunk" not in read:
-        lines = _making(found)[0]["lines"]
-        place = next((line["place"] for line in lines if line["package"] == package and line["place"]), "")
-        return (
-            f"For a sample of {format_bytes(_wanted_bytes(found, read))}, {format_bytes(read['covered_bytes'])} are "
-            f"read from files{f' at {place}' if place else ''}, in {package}: {share:.0%} of the time of who reads."
-        )
-    chunk = f" chunks of {'×'.join(map(str, read['chunk']))}" if read["chunk"] else " archives' arrays"
-    return (
-        f"{format_bytes(_wanted_bytes(found, read))} are read at a time out of {_CHUNKED[package]}{chunk}, which are "
-        f"{format_bytes(read['covered_bytes'])} each and are decompressed whole: {share:.0%} of the time of who reads."
-    )
+    read = _row_read(found) or _Read("", {}, {}, False)
+    sizes, kind = read.sizes, _CHUNKED.get(read.package, "")
+    wanted, covered = format_bytes(_wanted_bytes(found, read)), format_bytes(sizes["covered_bytes"])
+    if "chunk" not in sizes:
+        said = f"For a sample of {wanted}, {covered} are read from files{read.at}, in {read.package}"
+    else:
+        sides, count = "×".join(map(str, sizes["chunk"])), sizes.get("chunks", 1)
+        many = f"{count} {kind} chunks of {sides}" if count > 1 else f"one {kind} chunk of {sides}"
+        of = many if sides else f"an array of an {kind} archive"
+        said = f"{wanted} are read at a time{read.at}, out of {of}: {covered} are decompressed for it"
+    return f"{said}, {read.share:.0%} of the time of who reads."
 
 
 def _one_row_effect(found: Evidence) -> Range | None:
-    """Without the bytes that nobody asked for; each sample's calls remain, one read or, with its label, two.
-
-    What goes and what remains is that of the lines that read, with all that their libraries do about it.
-    """
+    """Without the bytes that nobody asked for; each sample's calls remain, one read or, with its label, two."""
     read = _row_read(found)
     if read is None:
         return None
-    package, sizes, of_package, is_worker = read
-    share = max(of_package, _at_its_lines(found, package, is_worker))
-    samples = found.batch_samples
-    making = found.step_seconds * (max(1, _workers(found)) if is_worker else 1)
-    calls = samples * found.unit_costs.get(sizes.get("through", package), 0.0) / making / share
-    gone = 1 - _wanted_bytes(found, sizes) / sizes["covered_bytes"]
+    share, sizes = max(read.share, read.share_at_lines), read.sizes
+    each = found.unit_costs.get(sizes.get("through", read.package), 0.0)
+    calls = found.batch_samples * each / read.making_seconds(found) / share
+    gone = 1 - _wanted_bytes(found, read) / sizes["covered_bytes"]
     if calls or "chunk" in sizes:
         low, high = max(0.0, gone - (2 if "chunk" in sizes else 1) * calls), max(0.0, gone - calls)
     else:  # nobody knows what a call of that package takes
         low, high = _LEAST_GONE * gone, gone
-    return _gone_from_reading(found, share, is_worker, 0.9 * low if is_worker else low, high)
+    return gone_from_reading(found, share, read.is_worker, 0.9 * low if read.is_worker else low, high)
 
 
 _LEAST_GONE = 0.8
 
 
-def _at_its_lines(found: Evidence, package: str, is_worker: bool) -> float:
-    """The share of the user's lines at which a package reads."""
-    hosts = found.host.get("workers", ()) if is_worker else [found.host]
-    host = next((one for one in hosts if package in one.get("reads", {})), hosts[0] if hosts else {})
-    places = {line["place"] for line in host.get("lines", ()) if line["package"] == package and line["place"]}
-    return math.fsum(line["fraction"] for line in host.get("lines", ()) if line["place"] in places)
-
-
-def _picture(found: Evidence) -> tuple[str, Mapping[str, Any], float, bool] | None:
+def _picture(found: Evidence) -> _Read | None:
     """As `_one_read`, of the package that decodes most."""
-    packages = {name for one in (found.host, *_making(found)) for name, read in one.get("reads", {}).items()
-                if "pixels" in read}  # fmt: skip
+    told = [one.get("reads", {}) for one in (found.host, *_making(found))]
+    packages = {name for reads in told for name, sizes in reads.items() if "pixels" in sizes}
     reads = (read for name in sorted(packages) if (read := _one_read(found, name)) is not None)
-    return max(reads, key=lambda read: read[2], default=None)
+    return max(reads, key=lambda read: read.share, default=None)
 
 
 def _full_size(found: Evidence) -> float | None:
     if not found.host or found.wait_fraction is None:
         return None
     read, pixels = _picture(found), found.host.get("pixels", 0)
-    if read is None or not pixels or found.wait_fraction < SLIVER or read[2] < 3 * SLIVER:
+    if read is None or not pixels or found.wait_fraction < SLIVER or read.share < 3 * SLIVER:
         return 1.0
-    return float(read[1]["pixels"] / pixels)
+    return float(read.sizes["pixels"] / pixels)
 
 
 def _full_size_sentence(found: Evidence, value: float) -> str:
-    read = _picture(found)
-    host = found.host if read is None or not read[3] else found.host["workers"][0]
-    place = next((line["place"] for line in host["lines"] if read is not None and line["package"] == read[0]), "")
+    read = _picture(found) or _Read("", {}, {}, False)
+    at = f",{read.at}" if read.at else ""
     return (
-        f"Pictures are decoded at {value:.0f} times the pixels that the model gets"
-        f"{f', at {place}' if place else ''}: {read[2] if read else 0:.0%} of the time of who reads."
+        f"Pictures are decoded at {value:.0f} times the pixels that the model gets{at}: {read.share:.0%} of the time "
+        "of who reads."
     )
 
 
@@ -179,22 +165,19 @@ def _full_size_effect(found: Evidence) -> Range | None:
     read = _picture(found)
     if read is None:
         return None
-    package, sizes, share, is_worker = read
-    timed, kept = found.decoded.get(package), found.host["pixels"] / sizes["pixels"]
+    share, sizes = read.share, read.sizes
+    timed, kept = found.decoded.get(read.package), found.host["pixels"] / sizes["pixels"]
     within = max(share, sizes.get("within", 0.0))
     low, high = (1 - 1 / factor for factor in _DECODED_AGAIN)
     if timed is None:
         most = max(high, 1 - kept) if "file" not in sizes else high  # a format that cannot be decoded smaller
-        low, high = (
-            low * share + _LEAST_GONE * (1 - kept) * (within - share),
-            most * share + (1 - kept) * (within - share),
-        )
-        return _gone_from_reading(found, within, is_worker, low / within, high / within)
+        beside = (1 - kept) * (within - share)
+        gone = (low * share + _LEAST_GONE * beside, most * share + beside)
+        return gone_from_reading(found, within, read.is_worker, *(one / within for one in gone))
     left = min(1.0, timed.reduced_seconds / timed.whole_seconds)
-    making = found.step_seconds * (max(1, _workers(found)) if is_worker else 1)
-    decoding = min(1.0, timed.whole_seconds * found.batch_samples / (share * making))
+    decoding = min(1.0, timed.whole_seconds * found.batch_samples / (share * read.making_seconds(found)))
     least = decoding * left + (1 - decoding) * min(left, timed.pixels_kept)
-    return _gone_from_reading(found, share, is_worker, *sorted((1 - left, 1 - least)))
+    return gone_from_reading(found, share, read.is_worker, *sorted((1 - left, 1 - least)))
 
 
 # -- disks
@@ -258,7 +241,7 @@ def _slow_disk_effect(found: Evidence) -> Range:
     """From files in memory: the wait goes; the calls that read remain, which take less than a tenth of it."""
     share = (_on_disk(found) or _OnDisk()).share
     in_workers = bool(_workers(found))
-    return _gone_from_reading(found, share if in_workers else share * found.shares.get("wait", 0.0), in_workers, 0.9, 1)
+    return gone_from_reading(found, share if in_workers else share * found.shares.get("wait", 0.0), in_workers, 0.9, 1)
 
 
 def _slow_checkpoints(found: Evidence) -> float | None:
@@ -446,7 +429,7 @@ LOADER_RULES: tuple[Rule, ...] = (
         "machine's memory", unit="fraction", threshold=0.03, source="kit: reading an object counts its references, "
         "which copies its page", needs="a trial of this machine", measure=_copied,
         explains=("workers copy the parent",), sentence=_copied_sentence,
-        setting=lambda found: "your dataset: arrays or tensors (or Arrow) in place of lists and dictionaries"
+        setting=lambda found: "your dataset: one array or tensor (or Arrow) in place of lists and dictionaries"
         if _forked(found) else "your dataset: tensors, whose memory all workers share, or files opened by each worker",
     ),
     Rule(

@@ -90,6 +90,48 @@ def shorter(found: Evidence, part_seconds: float, factor: float) -> Range | None
     return (gain := found.step_seconds / after, gain) if after > 0 and factor > 0 else None
 
 
+def gone_from_reading(found: Evidence, share: float, is_worker: bool, low: float, high: float) -> Range:
+    """The gain where of what reads, a share of its process's time, between `low` and `high` is gone."""
+    before = found.train_seconds + found.wait_seconds if is_worker else found.step_seconds
+    cured = (_cured_seconds(found, share, is_worker, gone) for gone in (low, high))
+    after = [max((1 - MOST_REMOVED) * before, seconds) for seconds in cured]
+    return before / after[0], before / after[1]
+
+
+def _cured_seconds(found: Evidence, share: float, is_worker: bool, gone: float) -> float:
+    """Of a step without `gone` of the reading: what is left of it slows the training down as long as it lasts.
+
+    By so much as the training was slower beside the reading, or after it, than alone: reading takes cores, caches and
+    memory. In loader processes it lasts for some of the step, which is as long as that makes it; in the training
+    thread it adds to the step.
+    """
+    train, wait = found.train_seconds, found.wait_seconds
+    alone = train if found.alone_seconds is None else found.alone_seconds
+    slowed = max(0.0, train - alone)
+    if is_worker:  # the workers are what sets the pace
+        reading = (train + wait) * (1 - share * gone)
+        return max(reading, (alone + math.sqrt(alone**2 + 4 * slowed * reading)) / 2)
+    reading = max(0.0, wait - share * found.step_seconds * gone)
+    beside = found.step_seconds - train - wait
+    return alone + slowed * (reading / wait if wait > 0 else 0.0) + reading + beside
+
+
+_BESIDE = 1.25
+"""How much more or less goes with a part than its own time, as with its memory traffic and its page faults."""
+
+
+def agreed(measured: Range | None, seen: Range) -> Range:
+    """One gain that was measured by steps without a part, and reckoned by the share that was seen of it.
+
+    Steps of a busy machine tell little, the share tells nothing of what goes with it. So it is where both allow; where
+    they allow nothing together, it is as measured.
+    """
+    if measured is None:
+        return seen
+    low, high = max(measured[0], seen[0] / _BESIDE), min(measured[1], seen[1] * _BESIDE)
+    return (low, high) if low <= high else measured
+
+
 HANDOVER_SECONDS = 1e-3
 """What it costs at least to take a batch from another process, and that process to give it."""
 _OPERATION_SECONDS = 10e-6

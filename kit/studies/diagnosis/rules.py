@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 
 from kit.studies.calibration.rules import ENOUGH, cpu_cap
-from kit.studies.diagnosis.evidence import Evidence
+from kit.studies.diagnosis.evidence import MUCH_SEEN, Evidence, most_seen
 from kit.studies.diagnosis.host_rules import HOST_RULES
 from kit.studies.diagnosis.loader_rules import LOADER_RULES
 from kit.studies.diagnosis.rule import (
@@ -26,9 +26,11 @@ from kit.studies.diagnosis.rule import (
     Rule,
     ahead_in_processes,
     ahead_in_threads,
+    middle,
     shorter,
     without,
 )  # fmt: skip
+from kit.studies.diagnosis.sampler import MAKING
 from kit.studies.diagnosis.unit_costs import LOOP, VALUE
 from kit.studies.profiling.profile import MANY_CALLS_FRACTION, many_short_calls
 from kit.units import format_bytes, format_count, format_seconds
@@ -73,9 +75,14 @@ def _wait_setting(found: Evidence) -> str:
 
 
 def _workers_words(found: Evidence) -> str:
-    if found.user_loader:
-        return "num_workers and prefetch_factor of your own DataLoader, which calibration.enabled finds and sets"
-    return "loader.num_workers and loader.prefetch_factor, whose best values kit.studies.calibrate finds"
+    if not found.user_loader:
+        return "loader.num_workers and loader.prefetch_factor, whose best values kit.studies.calibrate finds"
+    if found.host.get("loader", {}).get("iterable"):
+        return (
+            "num_workers of your own DataLoader, where your iterable data set gives each worker samples of its own "
+            "(torch.utils.data.get_worker_info)"
+        )
+    return "num_workers and prefetch_factor of your own DataLoader, which calibration.enabled finds and sets"
 
 
 def _wait_change(found: Evidence) -> Change:
@@ -89,21 +96,24 @@ def _wait_change(found: Evidence) -> Change:
 
 
 def _data_line(found: Evidence) -> str:
-    """The line of the user's code at which who makes batches is most, where that is much of their time."""
+    """The function at which who makes batches is most, where that is much of their time, and its line seen most."""
     workers, wait = found.host.get("workers", ()), found.shares.get("wait", 0.0)
-    lines = [line for worker in workers for line in worker.get("lines", ()) if line["place"]]
-    if not workers:
-        lines = [line for line in found.host.get("lines", ()) if line["part"] == "wait" and line["place"]]
-    most = max(lines, key=lambda line: float(line["fraction"]), default=None)
-    share = 0.0 if most is None else most["fraction"] if workers else min(1.0, most["fraction"] / wait) if wait else 0.0
-    if most is None or share < _MUCH_OF_MAKING:
-        return ""
-    by = f", in {most['package']}" if most["package"] else ""
+    lines = (line for one in workers or (found.host,) for line in one.get("lines", ()) if line["part"] in MAKING)
+    share, where, package = most_seen(lines, len(workers) or wait or math.inf)
     whose = "a loader process is" if workers else "to make a batch it is"
-    return f"; {whose} {share:.0%} of the time at {most['place']}{by}"
+    return f"; {whose} {share:.0%} of the time {where}{_small_chunks(found, package)}" if share >= MUCH_SEEN else ""
 
 
-_MUCH_OF_MAKING = 0.3
+def _small_chunks(found: Evidence, package: str) -> str:
+    """Of a reader that takes many chunks for one read, how many."""
+    reads = (one.get("reads", {}).get(package, {}) for one in (found.host, *found.host.get("workers", ())))
+    read = next((read for read in reads if read.get("chunks", 0) >= _MANY_CHUNKS), None)
+    if read is None:
+        return ""
+    return f", which reads {read['chunks']} chunks of {'×'.join(map(str, read['chunk']))} at a time: larger ones help"
+
+
+_MANY_CHUNKS = 16
 
 
 def _no_prefetch(found: Evidence) -> float | None:
@@ -113,11 +123,11 @@ def _no_prefetch(found: Evidence) -> float | None:
     if found.wait_seconds < HANDOVER_SECONDS or found.workers or ahead:
         return 0.0
     effect = _without_wait(found)
-    return found.wait_fraction if effect is not None and max(effect) >= _LEAST_HIDDEN else 0.0
+    return found.wait_fraction if (middle(effect) or 0.0) >= _LEAST_HIDDEN else 0.0
 
 
 _LEAST_HIDDEN = 1.05
-"""A gain that is less at most is none to read ahead for."""
+"""A gain that is probably less is none to read ahead for."""
 
 
 def _chunks(found: Evidence) -> float | None:
@@ -262,6 +272,31 @@ def _calls_sentence(found: Evidence, value: float) -> str:
     place = f"; {line['place']} makes {format_count(line['calls'])} of them" if line else ""
     seconds = format_seconds(found.train_seconds / value)
     return f"A step is {format_count(value)} operations of {seconds} each, more calling than computing{place}."
+
+
+def _calling_line(found: Evidence) -> str:
+    """The line of the user's code that makes most of the calls, as a loop does; empty where none makes half of them."""
+    line = found.work.most("calls") if found.work else None
+    return line["place"] if found.work and line and line["calls"] >= found.work.calls / 2 else ""
+
+
+def _calls_setting(found: Evidence) -> str:
+    if _calling_line(found):
+        return "that line: one operation on the whole tensor in place of many on its pieces"
+    batch = f"batch of {found.whose_batches}" if found.whose_batches else "loader.batch_size"
+    return f"your model: fewer, larger operations; a larger {batch} spreads the calls over more samples"
+
+
+def _calls_change(found: Evidence) -> Change:
+    if found.whose_batches or _calling_line(found):
+        return {}
+    return {"loader.batch_size": 2 * found.config.loader.batch_size}
+
+
+def _calls_effect(found: Evidence) -> Range | None:
+    """Without half to all of what was seen at the line; on a GPU that hides behind its work."""
+    seen = 0.0 if found.on_gpu else found.line_fraction({_calling_line(found)} - {""})
+    return without(0.5 * seen, seen) if seen else None
 
 
 def _functions(found: Evidence) -> float | None:
@@ -474,10 +509,7 @@ RULES: tuple[Rule, ...] = (
         "less on average", unit="count", threshold=1000, source=f"{TRAINING_AT_SCALE}: high call counts of little "
         "time can be batched; the numbers are kit's", needs="counted work", measure=_calls,
         sentence=_calls_sentence,
-        setting=lambda found: "your model: fewer, larger operations; a larger "
-        f"{f'batch of {found.whose_batches}' if found.whose_batches else 'loader.batch_size'} spreads the calls over "
-        "more samples",
-        change=lambda found: {} if found.whose_batches else {"loader.batch_size": 2 * found.config.loader.batch_size},
+        setting=_calls_setting, change=_calls_change, effect=_calls_effect,
     ),
     Rule(
         name="many tiny calls", looks_at="share of the time in one function of a thousand calls and more, 20 µs or "
