@@ -265,10 +265,10 @@ def _scratch_of_convolution(
     What is copied, into which layout and how wide depends on the processor, on each size and on the number of threads,
     and a weight with a group for each channel takes as much for every group as 16 by 16 channels do. Of a long batch
     two short ones are asked about, and what is held grows as between these. A model has dozens of convolutions: those
-    of large images or weights, which take longer than milliseconds, are not asked about. Those with strides are asked
-    about at a greater length, as copies of their operands do not tell what is held: patches of 16 x 16 took up to 4.8
-    times as much. Known error: up to a fifth of what is held where less than the whole batch is asked about, and three
-    copies of the weight where another kernel is taken for the whole.
+    of large images or weights, which take longer than milliseconds, are not asked about. Those with strides or some
+    groups are asked about at a greater length, as copies of their operands do not tell what is held: patches of 16 x 16
+    took up to 4.8 times as much. Known error: up to a fifth of what is held where less than the whole batch is asked
+    about, and three copies of the weight where another kernel is taken for the whole.
 
     Args:
         operator: Of aten.
@@ -291,8 +291,10 @@ def _scratch_of_convolution(
     numbers = max(1, *(int(one.numel()) for one in args[:batched])) / max(1, batch)
     products = max(1, int(each_a_sum.numel())) / max(1, batch) * math.prod(weight.shape[1:])
     fewest = _FEWEST_SAMPLES
-    if max(args[batched + 2]) > 1 and args[batched + 7] == 1:
-        times, fewest = max(times, _TIMES_OF_STRIDED), 2
+    strides, groups = args[batched + 2], int(args[batched + 7])
+    a_group_each = 1 < groups == values.shape[1]
+    if not a_group_each and (groups > 1 or max(strides) > 1):
+        times, fewest = max(times, _TIMES_OF_UNSURE), 2
     most = int(times * min(_MOST_PRODUCTS_OF_MANY / products, _MOST_NUMBERS_OF_MANY / numbers))
     asked = min(batch, most)
     if asked < min(batch, fewest) or weight.numel() > times * _MOST_NUMBERS_OF_MANY:
@@ -473,7 +475,7 @@ def _trilinear(args: Sequence[Any], out: Tensor) -> int:
 
 _FEWEST_PRODUCTS, _MOST_PRODUCTS, _MOST_PRODUCTS_OF_MANY = 16**3, 2**31, 2**27
 _MOST_NUMBERS, _MOST_NUMBERS_OF_MANY = 2**26, 2**20
-_FEWEST_SAMPLES, _TIMES_OF_STRIDED = 8, 8
+_FEWEST_SAMPLES, _TIMES_OF_UNSURE = 8, 8
 """Of one tensor that a kernel is asked about with: a prediction takes little time and memory, whatever it is about."""
 
 

@@ -291,16 +291,17 @@ def test_large_convolutions_are_known_without_a_run_of_the_kernel(shape, weight,
 
 
 @pytest.mark.parametrize(
-    ("shape", "weight", "stride"),
-    [((8, 16, 96, 96), (768, 16, 16, 16), 16), ((8, 3, 224, 224), (768, 3, 16, 16), 16),
-     ((8, 96, 56, 56), (192, 96, 2, 2), 2), ((8, 128, 56, 56), (128, 128, 3, 3), 2),
-     ((8, 256, 56, 56), (512, 256, 1, 1), 2), ((2, 32, 24, 24, 24), (64, 32, 2, 2, 2), 2)],
+    ("shape", "weight", "stride", "groups"),
+    [((8, 16, 96, 96), (768, 16, 16, 16), 16, 1), ((8, 3, 224, 224), (768, 3, 16, 16), 16, 1),
+     ((8, 96, 56, 56), (192, 96, 2, 2), 2, 1), ((8, 128, 56, 56), (128, 128, 3, 3), 2, 1),
+     ((8, 256, 56, 56), (512, 256, 1, 1), 2, 1), ((2, 32, 24, 24, 24), (64, 32, 2, 2, 2), 2, 1),
+     ((8, 72, 112, 112), (72, 24, 3, 3), 2, 3), ((32, 240, 28, 28), (60, 80, 1, 1), 1, 3)],
 )  # fmt: skip
-def test_what_a_strided_convolution_holds_is_told(shape, weight, stride):
-    """Truth: the allocator's events; patches, and what halves an image in ConvNeXt and ResNet."""
+def test_what_a_convolution_with_strides_or_groups_holds_is_told(shape, weight, stride, groups):
+    """Truth: the allocator's events; patches, and parts of ConvNeXt, ResNet, RegNet and ShuffleNet."""
     values, kernel, axes = torch.zeros(shape), torch.zeros(weight), len(shape) - 2
     side = 0 if weight[-1] == stride else weight[-1] // 2
-    how = ([stride] * axes, [side] * axes, [1] * axes, False, [0] * axes, 1)
+    how = ([stride] * axes, [side] * axes, [1] * axes, False, [0] * axes, groups)
     peak, out = held(lambda: aten.convolution(values, kernel, None, *how))
     said = workspace_bytes("convolution", (values, kernel, None, *how), out, None)
     assert out.nbytes + said == pytest.approx(peak, rel=0.05)
