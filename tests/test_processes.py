@@ -54,7 +54,8 @@ def test_the_peak_stays_when_the_memory_is_given_back():
         held[place] = 1
     before, holding = peak_rss_bytes(), rss_bytes()
     held.close()
-    assert peak_rss_bytes() >= before >= holding
+    near = 1 << 20  # Linux counts pages by core, and adds up now and then
+    assert peak_rss_bytes() >= before - near >= holding - 2 * near
     assert rss_bytes() < holding - (32 << 20)
 
 

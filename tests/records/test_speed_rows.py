@@ -35,12 +35,12 @@ def test_the_first_trial_of_its_kind_is_predicted_by_its_operators_and_told_wher
 
 def test_a_slower_trial_is_told_beside_the_cores_that_others_used():
     beside, alone = (with_speeds([row("1", 50.0, 100.0, other_cores=cores)])[0] for cores in (0.76, 0.1))
-    assert "used 0.8 of" in beside["ratio_notes"]
-    assert "used" not in alone["ratio_notes"]
+    assert "0.8 cores" in beside["ratio_notes"]
+    assert "cores" not in alone["ratio_notes"]
     (faster,) = with_speeds([row("1", 600.0, 100.0, other_cores=0.8, other_cores_when_predicted=3.26)])
-    assert "used 3.3 of" in faster["ratio_notes"], "what made the prediction too low"
+    assert "3.3 cores" in faster["ratio_notes"], "what made the prediction too low"
     _, faster = with_speeds([row("1", 50.0, 100.0, other_cores=1.2), row("2", 90.0, 100.0, other_cores=0.5)])
-    assert "used 1.2 of" in faster["ratio_notes"], "what slowed the trial that predicted this one"
+    assert "1.2 cores" in faster["ratio_notes"], "what slowed the trial that predicted this one"
 
 
 def test_what_the_operators_were_off_by_corrects_the_next_setting_of_the_same_module():
