@@ -246,12 +246,16 @@ def try_change(
         name="after", config=changed.config, samples_per_second=(), run_directories=(), batch_size=new_batch_size
     )  # fmt: skip
     began, line = time.monotonic(), WaitingLine(f"{2 * repeats} runs at most")
+
+    def said() -> str:
+        return f"{len(before.run_directories) + len(after.run_directories)} runs in turn"
+
     for number in range(repeats):
         tried = Tried(before=before, after=after, predicted=predicted)
         if number >= LEAST and (after.note or not undecided(tried) or time.monotonic() - began > seconds):
             break
         for name in ("before", "after") if number % 2 == 0 else ("after", "before"):
-            line.show(f"{len(before.run_directories) + len(after.run_directories)} runs in turn")
+            line.show(said())
             if name == "before":
                 before = _with_run(before, source, on_run)
             elif not after.note:
@@ -259,7 +263,7 @@ def try_change(
                     after = _with_run(after, changed, on_run)
                 except KitError as error:
                     after = replace(after, samples_per_second=(), note=str(error))
-    line.end(f"{len(before.run_directories) + len(after.run_directories)} runs in turn")
+    line.end(said())
     return Tried(before=before, after=after, predicted=predicted)
 
 
