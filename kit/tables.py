@@ -18,7 +18,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
 from itertools import groupby
-from typing import Any, Self, TypeVar, overload
+from typing import Any, ClassVar, Self, TypeVar, overload
 
 from kit.errors import ConfigError
 from kit.units import format_bytes, format_count, format_seconds
@@ -269,29 +269,47 @@ def find_display() -> Callable[[str, bool], None] | None:
 
 
 class WaitingLine:
-    """Says in a cell or a terminal, once something takes long, for how long it has and how long it may take.
+    """Says in a cell or a terminal, once something takes long, what is done, and for how long it has taken.
 
-    Panels ask from threads of their own, and say it themselves.
+    Of lines open at once the first is shown, and the others are told as its part: a study says how far it is, and where
+    its trial is. Panels ask from threads of their own, and say it themselves.
     """
 
-    def __init__(self, limit: str) -> None:
+    _open: ClassVar[list[WaitingLine]] = []
+    """Those of the main thread."""
+
+    def __init__(self, limit: str = "") -> None:
+        """`limit` says how long it may take, where that is known."""
         self._limit, self._began = limit, time.monotonic()
-        self._shown = self._began
+        self._shown, self._what = self._began, ""
         self._display: Callable[[str, bool], None] | None = None
 
-    def show(self, what: str) -> None:
+    def __enter__(self) -> Self:
+        if threading.current_thread() is threading.main_thread():
+            self._open.append(self)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self in self._open:
+            self._open.remove(self)
+        if self._display is not None:
+            self._display(self._text(), True)
+
+    def show(self, what: str, part: str = "") -> None:
+        """What is done by now, and the part at which it is; written once a second, and not in the first three."""
+        self._what = what
+        if self not in self._open:
+            return
+        if (first := self._open[0]) is not self:
+            first.show(first._what, part or what)
+            return
         now = time.monotonic()
         if now - self._shown < (_SILENT_SECONDS if self._display is None else _SHOWN_SECONDS):
             return
-        self._shown = now
-        if self._display is None and threading.current_thread() is threading.main_thread():
-            self._display = find_display()
+        self._shown, self._display = now, self._display or find_display()
         if self._display is not None:
-            self._display(f"{self._text(what)} so far, {self._limit}", False)
+            said = ", ".join(filter(None, (f"{self._text()} so far", self._limit)))
+            self._display("; ".join(filter(None, (said, part))), False)
 
-    def end(self, what: str) -> None:
-        if self._display is not None:
-            self._display(self._text(what), True)
-
-    def _text(self, what: str) -> str:
-        return f"{what}: {format_seconds(float(round(time.monotonic() - self._began)))}"
+    def _text(self) -> str:
+        return f"{self._what}: {format_seconds(float(round(time.monotonic() - self._began)))}"

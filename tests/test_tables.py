@@ -1,10 +1,15 @@
-"""Tables of one's own rows: units by the end of a name, in text and in HTML."""
+"""Tables of one's own rows, with units by the end of a name, and the line that is shown while one waits."""
 
+import contextlib
+import io
 import math
+import sys
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
 import kit
+from kit import tables
 from kit.tables import html_table, html_warnings
 
 
@@ -60,3 +65,74 @@ def test_equal_neighbours_share_a_heading_and_an_empty_one_has_no_line():
     assert page.count('scope="colgroup"') == 2
     assert 'colspan="2"' in page.partition("time")[0].rpartition("<th")[2]
     assert "colgroup" not in html_table(("a",), [("1",)])
+
+
+class Terminal(io.StringIO):
+    def isatty(self):
+        return True
+
+    def __call__(self):
+        """What was written since one looked last."""
+        text = self.getvalue()
+        self.seek(0)
+        self.truncate()
+        return text
+
+
+@contextlib.contextmanager
+def terminal(monkeypatch):
+    """Somebody looks at standard error, and sees a line at once; another test may have left a shell of IPython."""
+    monkeypatch.setattr(tables, "_SILENT_SECONDS", 0.0)
+    monkeypatch.setattr(tables, "_SHOWN_SECONDS", 0.0)
+    monkeypatch.delitem(sys.modules, "IPython", raising=False)
+    with contextlib.redirect_stderr(Terminal()) as shown:
+        yield shown
+
+
+def test_a_line_in_another_is_told_as_a_part_of_it(monkeypatch):
+    with terminal(monkeypatch) as shown:
+        with tables.WaitingLine("4 at most") as outer:
+            outer.show("1 of 4 runs")
+            with tables.WaitingLine() as inner:
+                inner.show("step 3 of 20")
+                assert "1 of 4 runs: 0 µs so far, 4 at most; step 3 of 20" in shown()
+            outer.show("2 of 4 runs")
+            assert "step" not in shown()
+        assert shown().endswith("2 of 4 runs: 0 µs\n")
+
+
+def test_of_two_that_are_waited_for_at_once_the_second_is_shown_when_the_first_has_ended(monkeypatch):
+    first, second = tables.WaitingLine(), tables.WaitingLine()
+    with terminal(monkeypatch) as shown:
+        first.__enter__()
+        with second:
+            first.show("one")
+            second.show("two")
+            assert "one: 0 µs so far; two" in shown()
+            first.__exit__()
+            second.show("two")
+            assert "\x1b[Ktwo: 0 µs so far" in shown()
+        with tables.WaitingLine() as line:
+            line.show("the next")
+            assert "\x1b[Kthe next: 0 µs so far" in shown()
+
+
+def test_waiting_in_a_thread_says_nothing(monkeypatch):
+    def wait():
+        with tables.WaitingLine() as other:
+            other.show("elsewhere")
+
+    with terminal(monkeypatch) as shown:
+        with tables.WaitingLine() as outer, ThreadPoolExecutor(1) as thread:
+            thread.submit(wait).result()
+            outer.show("here")
+        said = shown()
+    assert "here" in said
+    assert "elsewhere" not in said
+
+
+def test_an_error_ends_a_line(monkeypatch):
+    with terminal(monkeypatch) as shown, contextlib.suppress(ValueError), tables.WaitingLine() as line:
+        line.show("broken off")
+        raise ValueError
+    assert "broken off: 0 µs\n" in shown()

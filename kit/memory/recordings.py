@@ -126,27 +126,22 @@ def record_all(
     running: dict[tuple[str, tuple[int | None, ...]], _Running] = {}
     answered = time.monotonic()
     total = len(waiting)
-    line = WaitingLine(f"{'each' if total > 1 else 'it'} may take {format_seconds(timeout_seconds)}")
-
-    def said() -> str:
-        return "dry run" if total == 1 else f"{len(answers)} of {total} dry runs done"
-
-    try:
-        while waiting or running:
-            while waiting and len(running) < AT_ONCE:
-                name, item = next(iter(waiting.items()))
-                del waiting[name]
-                running[name] = _Running(item, timeout_seconds)
-            for name in [name for name, run in running.items() if run.look()]:
-                answers[name], answered = running.pop(name).answer, time.monotonic()
-            if running:
-                line.show(said())
-                tick = _TICK_FRACTION * (time.monotonic() - answered)
-                time.sleep(min(max(_TICK_SECONDS, tick), _LONGEST_TICK_SECONDS))
-    finally:
-        for run in running.values():
-            run.close()
-        line.end(said())
+    with WaitingLine(f"{'each' if total > 1 else 'it'} may take {format_seconds(timeout_seconds)}") as line:
+        try:
+            while waiting or running:
+                while waiting and len(running) < AT_ONCE:
+                    name, item = next(iter(waiting.items()))
+                    del waiting[name]
+                    running[name] = _Running(item, timeout_seconds)
+                for name in [name for name, run in running.items() if run.look()]:
+                    answers[name], answered = running.pop(name).answer, time.monotonic()
+                line.show("dry run" if total == 1 else f"{len(answers)} of {total} dry runs done")
+                if running:
+                    tick = _TICK_FRACTION * (time.monotonic() - answered)
+                    time.sleep(min(max(_TICK_SECONDS, tick), _LONGEST_TICK_SECONDS))
+        finally:
+            for run in running.values():
+                run.close()
     found = [(item.query, answers[item.query.key, item.batch_sizes]) for item in requests]
     return [
         answer if isinstance(answer, KitError) else [with_query_facts(query, recording) for recording in answer]

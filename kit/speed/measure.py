@@ -302,16 +302,14 @@ def _measured(
         write_run(paths, json.dumps(quick.values()), cloudpickle.dumps(payload), {**environment_of(resolved), **task})
         trial = Trial(paths, quick)
         trial.submit()
-        line = WaitingLine(f"it may take {format_seconds(limit)}")
         try:
-            while trial.poll() not in ENDED:
-                line.show("measuring operators")
-                time.sleep(TICK_SECONDS)
+            with WaitingLine(f"it may take {format_seconds(limit)}") as line:
+                while trial.poll() not in ENDED:
+                    line.show("measuring operators")
+                    time.sleep(TICK_SECONDS)
         except BaseException:
             trial.kill()
             raise
-        finally:
-            line.end("measuring operators")
         if trial.event("calls_timed") is None:
             raise trial.failure()
         found = read_json((paths.directory / "calls.json").read_bytes())

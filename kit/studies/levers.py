@@ -26,7 +26,7 @@ from kit.memory.prediction import predict_memory
 from kit.registry import Drawable
 from kit.studies.repeats import MOST, Tried, try_change
 from kit.studies.series import measured_bytes, samples_per_second
-from kit.tables import cell, html_list, html_table, text_table
+from kit.tables import WaitingLine, cell, html_list, html_table, text_table
 from kit.trial.payload import Part, refuse_unused
 from kit.trial.trial import try_out
 
@@ -199,16 +199,21 @@ def verify_levers(
     changes = _changes(config, levers)
     for change in changes.values():
         refuse_unused(Part.of(module), Part.of(data), change)
-    steps, below = [_measured("as configured", module, data, config)], config
-    for name, change in changes.items():
-        shown = f"+ {name}" if cumulative else name
-        try:
-            changed = below.replace(change)
-            steps.append(_compared(_measured(shown, module, data, changed), steps[0], module, data, repeats, seconds))
-        except KitError as error:
-            steps.append(_failed(shown, below, error))
-            continue
-        below = changed if cumulative else config
+    with WaitingLine() as line:
+        line.show("the config itself")
+        steps, below = [_measured("as configured", module, data, config)], config
+        for name, change in changes.items():
+            line.show(f"{len(steps) - 1} of {len(changes)} levers done")
+            shown = f"+ {name}" if cumulative else name
+            try:
+                changed = below.replace(change)
+                step = _measured(shown, module, data, changed)
+                steps.append(_compared(step, steps[0], module, data, repeats, seconds))
+            except KitError as error:
+                steps.append(_failed(shown, below, error))
+                continue
+            below = changed if cumulative else config
+        line.show(f"{len(changes)} levers done")
     return LeversCheck(tuple(steps), cumulative)
 
 

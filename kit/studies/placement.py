@@ -39,7 +39,7 @@ from kit.memory.residual_table import compared, ratio
 from kit.registry import Drawable
 from kit.studies.repeats import RunSource
 from kit.studies.series import samples_per_second
-from kit.tables import cell, html_list, html_table, text_table
+from kit.tables import WaitingLine, cell, html_list, html_table, text_table
 from kit.trial.trial import Trial
 from kit.units import format_bytes, format_seconds, parse_bytes
 
@@ -227,16 +227,22 @@ def placements(
             )
             raise ConfigError([Problem("data", message)])
     first, limit_bytes = opened[0], parse_bytes(page_cache_bytes, "page_cache_bytes")
-    study = _Study(module, first, config, parse_bytes(device_bytes, "device_bytes"))
-    rows = [study.on_the_device()]
     kept = RowData(str(given[0]), in_memory=True, row_block=row_block)
-    rows.append(study.run(f"{_name(first)} in memory", kept, in_memory=True))
+    places: list[tuple[str, RowData, dict[str, Any]]] = [(f"{_name(first)} in memory", kept, {"in_memory": True})]
     for source, array in zip(given, opened, strict=True):
         name = f"{_name(array)} on disk"
-        rows.append(study.run(name, RowData(str(source), row_block=row_block)))
+        places.append((name, RowData(str(source), row_block=row_block), {}))
         if limit_bytes and array.file is not None:
             less = RowData(str(source), page_cache_bytes=limit_bytes, row_block=row_block)
-            rows.append(study.run(f"{name}, page cache {format_bytes(limit_bytes)}", less, limit_bytes=limit_bytes))
+            places.append((f"{name}, page cache {format_bytes(limit_bytes)}", less, {"limit_bytes": limit_bytes}))
+    with WaitingLine() as line:
+        line.show("the step alone")
+        study = _Study(module, first, config, parse_bytes(device_bytes, "device_bytes"))
+        rows = [study.on_the_device()]
+        for place in places:
+            line.show(f"{len(rows) - 1} of {len(places)} placements measured")
+            rows.append(study.run(place[0], place[1], **place[2]))
+        line.show(f"{len(places)} placements measured")
     return Placements(rows=tuple(rows), sentences=tuple(study.sentences))
 
 

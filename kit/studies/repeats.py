@@ -245,25 +245,22 @@ def try_change(
     after = Side(
         name="after", config=changed.config, samples_per_second=(), run_directories=(), batch_size=new_batch_size
     )  # fmt: skip
-    began, line = time.monotonic(), WaitingLine(f"{2 * repeats} runs at most")
-
-    def said() -> str:
-        return f"{len(before.run_directories) + len(after.run_directories)} runs in turn"
-
-    for number in range(repeats):
-        tried = Tried(before=before, after=after, predicted=predicted)
-        if number >= LEAST and (after.note or not undecided(tried) or time.monotonic() - began > seconds):
-            break
-        for name in ("before", "after") if number % 2 == 0 else ("after", "before"):
-            line.show(said())
-            if name == "before":
-                before = _with_run(before, source, on_run)
-            elif not after.note:
-                try:
-                    after = _with_run(after, changed, on_run)
-                except KitError as error:
-                    after = replace(after, samples_per_second=(), note=str(error))
-    line.end(said())
+    began = time.monotonic()
+    with WaitingLine(f"{2 * repeats} at most") as line:
+        line.show("0 runs done in turn")
+        for number in range(repeats):
+            tried = Tried(before=before, after=after, predicted=predicted)
+            if number >= LEAST and (after.note or not undecided(tried) or time.monotonic() - began > seconds):
+                break
+            for name in ("before", "after") if number % 2 == 0 else ("after", "before"):
+                if name == "before":
+                    before = _with_run(before, source, on_run)
+                elif not after.note:
+                    try:
+                        after = _with_run(after, changed, on_run)
+                    except KitError as error:
+                        after = replace(after, samples_per_second=(), note=str(error))
+                line.show(f"{len(before.run_directories) + len(after.run_directories)} runs done in turn")
     return Tried(before=before, after=after, predicted=predicted)
 
 

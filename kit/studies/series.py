@@ -37,7 +37,7 @@ from kit.json_text import read_json, write_json
 from kit.memory.query import Payload, make_query, strip_weights
 from kit.memory.replay.cards import THIS_MACHINE
 from kit.registry import display
-from kit.tables import cell, html_list, html_table, text_table
+from kit.tables import WaitingLine, cell, html_list, html_table, text_table
 from kit.trial.directory import runs_folder
 from kit.trial.payload import Part
 from kit.trial.submit import REHEARSAL, Altered, prepare
@@ -123,9 +123,11 @@ class Series:
         """
         deadline = None if timeout is None else time.monotonic() + timeout
         try:
-            while not self._ended.wait(_TICK_SECONDS):
-                if deadline is not None and time.monotonic() > deadline:
-                    raise TimeoutError(f"{self.title} is still running after {timeout} s; it goes on")
+            with WaitingLine() as line:
+                while not self._ended.wait(_TICK_SECONDS):
+                    line.show(self.title, "" if self.trial is None else self.trial.progress)
+                    if deadline is not None and time.monotonic() > deadline:
+                        raise TimeoutError(f"{self.title} is still running after {timeout} s; it goes on")
         except KeyboardInterrupt:
             self.stop()
             self._ended.wait(self._grace_seconds + _ENDING_SECONDS)

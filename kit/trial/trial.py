@@ -38,6 +38,7 @@ from kit.json_text import write_whole
 from kit.machine.claims import hand_over, release
 from kit.machine.processes import alive, machine
 from kit.registry import Drawable, display, load
+from kit.tables import WaitingLine
 from kit.trial import client, scratch
 from kit.trial.directory import EVENT_FILES, KILL, STOP, Control, RunPaths, contents_to_run
 from kit.trial.settings_used import settings_used, used_event, with_values
@@ -329,10 +330,13 @@ class Trial(Drawable):
         """
         deadline = None if timeout is None else time.monotonic() + timeout
         try:
-            while self.poll() not in ENDED:
-                if deadline is not None and time.monotonic() > deadline:
-                    raise TimeoutError(f"{self.name} is still {self.state} after {timeout} s; it goes on")
-                time.sleep(_TICK_SECONDS)
+            with WaitingLine() as line:
+                while self.poll() not in ENDED:
+                    line.show(self.progress)
+                    if deadline is not None and time.monotonic() > deadline:
+                        raise TimeoutError(f"{self.name} is still {self.state} after {timeout} s; it goes on")
+                    time.sleep(_TICK_SECONDS)
+                line.show(self.progress)
         except KeyboardInterrupt:
             raise self._end_interrupted() from None
         return self._result()
@@ -342,8 +346,11 @@ class Trial(Drawable):
 
     async def _wait_async(self) -> Self:
         try:
-            while self.poll() not in ENDED:
-                await asyncio.sleep(_ASYNC_TICK_SECONDS)
+            with WaitingLine() as line:
+                while self.poll() not in ENDED:
+                    line.show(self.progress)
+                    await asyncio.sleep(_ASYNC_TICK_SECONDS)
+                line.show(self.progress)
         except (asyncio.CancelledError, KeyboardInterrupt):
             raise self._end_interrupted() from None
         return self._result()
@@ -358,6 +365,13 @@ class Trial(Drawable):
             except KeyboardInterrupt:
                 self.kill()
         return TrialStopped(f"interrupted after {self._steps_done} steps; they are kept in {self.run_directory}")
+
+    @property
+    def progress(self) -> str:
+        """How far it is, in a few words."""
+        if not self.steps:
+            return f"{self.name}: {self.state}"
+        return f"{self.name}: step {self._steps_done} of {self.config.trial.max_steps}"
 
     @property
     def _steps_done(self) -> int:
