@@ -251,6 +251,18 @@ def test_building_again_does_nothing_and_says_so(tmp_path, tiny_config, capsys, 
     assert dataset.manifest is not None
 
 
+def test_a_store_in_other_chunks_is_told_beside_the_best(tmp_path, tiny_config, capsys, monkeypatch):
+    config = tiny_config(tmp_path / "t.zarr").replace({"chunking.chunk": "auto", "chunking.shard": "auto"})
+    plan = plan_chunks(config)
+    slowest = min(plan.candidates, key=lambda cost: cost.samples_per_second)
+    build(config, replace(plan, chunk=slowest.chunk), progress=False)
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    build(config)
+    told = f"{slowest.samples_per_second / plan.samples_per_second:.2f} × as fast"
+    assert told in capsys.readouterr().err
+    assert told != "1.00 × as fast"
+
+
 def test_a_store_in_chunks_chosen_for_another_config_is_opened_unless_they_were_asked_for(tmp_path, tiny_config):
     config = tiny_config(tmp_path / "t.zarr").replace({"chunking.chunk": "auto", "chunking.shard": "auto"})
     plan = plan_chunks(config)

@@ -108,11 +108,10 @@ def build(
     refuse_foreign(store, url)
     differing = None if overwrite else finished_with(store, url, blueprint)
     if differing is not None and all(name.startswith(_chosen(config, asked)) for name in differing):
-        how = "with these settings; nothing to do"
-        if differing:
-            how = "in chunks chosen for another config; build(config, overwrite=True) writes it in those best for this"
+        dataset = open_dataset(url, config.data.credentials)
+        how = _beside_the_best(dataset, chosen) if differing else "with these settings; nothing to do"
         say(f"{redact(url)} is already built {how}", progress)
-        return open_dataset(url, config.data.credentials)
+        return dataset
     with write_lock(store, url):
         finished = prepare(store, url, blueprint, opened, overwrite=overwrite)
         if finished is not None:
@@ -120,6 +119,14 @@ def build(
             job = _Job(config, store, url, opened, source is not None, blueprint, finished)
             _run(job, tasks, progress)
     return open_dataset(url, config.data.credentials)
+
+
+def _beside_the_best(dataset: Dataset, best: ChunkPlan) -> str:
+    """In which chunks a store is, and how fast these are read, where the plan has priced them."""
+    chunks = {array.chunk for array in dataset.arrays.values()}
+    priced = [cost.samples_per_second for cost in best.candidates if {cost.chunk} == chunks]
+    speed = f", {priced[0] / best.samples_per_second:.2f} × as fast by prediction" if priced else ""
+    return f"in chunks chosen for another config{speed}; build(config, overwrite=True) writes it in those best for this"
 
 
 def _chosen(config: Config, asked: bool) -> tuple[str, ...]:
