@@ -255,7 +255,8 @@ class Dask:
 
     def __str__(self) -> str:
         if self.mode == "distributed":
-            return f"distributed, {self.workers} × {self.threads} threads, {format_bytes(self.memory_bytes)} each"
+            threads = plural(self.threads, "thread")
+            return f"distributed, {self.workers} × {threads}, {format_bytes(self.memory_bytes)} each"
         return self.mode if self.mode == "single-threaded" else f"threads({self.threads})"
 
 
@@ -393,8 +394,8 @@ def _reasons(found: Schedule, reserved: int, spare: int) -> Iterator[str]:
         yield f"{workers} loader processes a rank, one a core, each decoding in one thread"
     if dask.mode == "distributed":
         yield (
-            f"Dask in a rank: one worker of {dask.threads} threads, {ranks * dask.total_threads} in all; or one "
-            f"cluster of {max(1, cores - ranks)} threads that all ranks share"
+            f"Dask in a rank: one worker of {plural(dask.threads, 'thread')}, {ranks * dask.total_threads} in all; or "
+            f"one cluster of {plural(max(1, cores - ranks), 'thread')} that all ranks share"
         )
     else:
         yield f"Dask in a rank: {dask}, for data read through xarray, in place of decoding threads, not beside them"
