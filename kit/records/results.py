@@ -21,7 +21,6 @@ from __future__ import annotations
 import csv
 import io
 import json
-import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -37,7 +36,7 @@ from kit.json_text import write_whole
 from kit.memory.alongside import is_predicting
 from kit.records.ratios import COUNTED, SPEED, SpeedRange, doubt, doubt_note, speed_key, speed_range, with_speeds
 from kit.records.row import COLUMNS, MAPPINGS, UNREADABLE, Row, flat, row_of, speed_of_operators
-from kit.tables import FRAME, MISSING, RULE, ResultRows, html_groups, text_table
+from kit.tables import FRAME, MISSING, RULE, ResultRows, WaitingLine, html_groups, text_table
 from kit.trial.directory import CALIBRATIONS, RunPaths, find_runs, runs_folder
 from kit.trial.submit import notebook_here
 from kit.trial.trial import ENDED, Trial
@@ -50,7 +49,7 @@ KINDS = {
     "calibration": ("calibration of a loader", "calibrations of a loader"),
 }
 """Kinds of runs, in words, of one and of several."""
-_TICK_SECONDS, _SAY_SECONDS = 0.1, 0.5
+_TICK_SECONDS = 0.1
 _MOST_NAMES = 8
 _MOST_BEFORE = 100
 """Runs that are looked at for the speed of another: a chart does not wait for thousands."""
@@ -67,7 +66,7 @@ def results(
 ) -> Results:
     """Read the trials of a folder: one row each, the newest first.
 
-    Waits for a memory prediction that is still being made for a trial that has ended, and says so.
+    Waits for a memory prediction that is still being made for a trial that has ended.
 
     Args:
         folder: The folder of run directories. A relative one starts at the project folder.
@@ -95,15 +94,13 @@ def results(
         raise ConfigError([Problem("kind", f"{kind!r} is no kind of run{hint}")])
     asked = Asked(folder, name, notebook, kind)
     found = asked.read()
-    deadline, told = time.monotonic() + patience_seconds, False
-    while (waiting := found.predicted_soon) and time.monotonic() < deadline:
-        if not told and time.monotonic() > deadline - patience_seconds + _SAY_SECONDS:
-            told = True
-            most = format_seconds(patience_seconds)
-            sys.stdout.write(f"waiting for the memory prediction of {', '.join(waiting)}, at most {most}\n")
-        time.sleep(_TICK_SECONDS)
-        if not all(map(is_predicting, waiting.values())):
-            found = asked.read()
+    deadline = time.monotonic() + patience_seconds
+    with WaitingLine(f"it may take {format_seconds(patience_seconds)}") as line:
+        while (waiting := found.predicted_soon) and time.monotonic() < deadline:
+            line.show(f"memory prediction of {', '.join(waiting)}")
+            time.sleep(_TICK_SECONDS)
+            if not all(map(is_predicting, waiting.values())):
+                found = asked.read()
     return found
 
 

@@ -5,6 +5,7 @@ import io
 import json
 import os
 import re
+import sys
 import threading
 import time
 from collections import Counter
@@ -350,10 +351,13 @@ def test_a_prediction_that_is_being_made_is_waited_for(tmp_path, monkeypatch):
     assert UNDER_WAY in repr(found)
 
     said = io.StringIO()  # not capsys: what is printed while another thread reads from it may be lost
-    monkeypatch.setattr("sys.stdout", said)
+    said.isatty = lambda: True
+    monkeypatch.setattr("sys.stderr", said)
+    monkeypatch.setattr("kit.tables._SILENT_SECONDS", 0.0)
+    monkeypatch.delitem(sys.modules, "IPython", raising=False)  # another test may have left a shell
 
     def answer():
-        while "waiting" not in said.getvalue():
+        while "memory prediction" not in said.getvalue():
             time.sleep(0.01)
         made.write_prediction({"device_allocated_bytes": 1000, "device_reserved_bytes": 2000, "complete": True})
 
