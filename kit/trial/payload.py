@@ -369,9 +369,11 @@ def check_parts(module: Part, data: Part, config: Config) -> None:
         _check_arguments(module.value or config.model.target, config.model.arguments)
     if data.kind == "class" and not is_patch_data(data.value):
         calls.append((data, "data.arguments", own_arguments(config)))
-    calls += [(part, name, {}) for part, name in ((module, "module"), (data, "data")) if part.kind == "factory"]
     for part, path, arguments in calls:
-        _check_call(part, path, arguments)
+        _check_call(part, path, arguments, f"; set {path}, or give an instance")
+    for part, path in ((module, "module"), (data, "data")):
+        if part.kind == "factory":
+            _check_call(part, path, {}, "; give functools.partial of it with them")
 
 
 def warn_of_unused(module: Part, data: Part, config: Config, stacklevel: int = 3) -> None:
@@ -412,10 +414,14 @@ def _check_call(part: Part, path: str, arguments: Mapping[str, Any], way_out: st
     try:
         signature.bind(**arguments)
     except TypeError as error:
-        known = [name for name in arguments if name not in signature.parameters]
-        hint = did_you_mean(known[0], signature.parameters, otherwise="") if known else ""
+        takes_any = any(one.kind is one.VAR_KEYWORD for one in signature.parameters.values())
+        unknown = None if takes_any else next((name for name in arguments if name not in signature.parameters), None)
         takes = ", ".join(str(one).partition(":")[0].partition("=")[0].strip() for one in signature.parameters.values())
-        message = f"{part} cannot be made: {error}{hint}; it takes ({takes}){way_out}"
+        cause, hint = f"{error}; it takes ({takes})", ""
+        if unknown is not None:  # said first, as a typo leaves another one missing
+            cause = f"it takes ({takes}) and no {unknown!r}"
+            hint = did_you_mean(unknown, signature.parameters, otherwise="")
+        message = f"{part} cannot be made: {cause}{way_out}{hint}"
         raise ConfigError([Problem(path, message)]) from None
 
 

@@ -67,9 +67,25 @@ def test_what_was_given_is_recognised(value, kind):
 
 
 def test_arguments_that_do_not_fit_the_class_are_refused_with_what_it_takes():
-    with pytest.raises(ConfigError, match=r"model\.arguments: class Trained .*'hidth'; .*takes \(width"):
+    with pytest.raises(ConfigError, match=r"model\.arguments: class Trained .*takes \(width.*'hidth'"):
         check_parts(Part.of(Trained), Part.of(None), made_with(model={"width": 3, "hidth": 3}))
     check_parts(Part.of(Trained), Part.of(None), made_with(model={"width": 3}))
+
+
+def test_a_misspelt_argument_is_named_and_not_the_one_that_is_missing_instead():
+    with pytest.raises(ConfigError, match=r"'hidth'.*give an instance.*did you mean 'width'") as refused:
+        check_parts(Part.of(Trained), Part.of(None), made_with(model={"hidth": 3}))
+    assert "missing" not in str(refused.value)
+
+
+class Forwarding(Trained):
+    def __init__(self, width, **more):
+        super().__init__(width)
+
+
+def test_a_missing_argument_is_named_where_a_class_takes_any_other():
+    with pytest.raises(ConfigError, match=r"missing .*'width'"):
+        check_parts(Part.of(Forwarding), Part.of(None), made_with(model={"depth": 3}))
 
 
 @pytest.mark.parametrize("value", [Model, Model(3), 3.0])
