@@ -174,7 +174,7 @@ class StepRecorder(Callback):
             "loss": None,
             **seconds,
             "samples": samples,
-            **({} if trainer.world_size == 1 else {"elements": _elements(batch)}),
+            "elements": _elements(batch),
             "samples_per_second": _rate(samples, seconds["step_seconds"]),
             **self._memory(pl_module.device),
         }
@@ -287,7 +287,7 @@ def _numbers(tensors: Sequence[torch.Tensor]) -> list[float]:
 
 
 def _elements(batch: Any) -> int:
-    """Numbers in the tensors of a batch: what differs between ranks where samples are of several lengths."""
+    """Numbers in the tensors of a batch: what differs between ranks or steps where samples are of several lengths."""
     return sum(leaf.numel() for leaf in tree_leaves(batch) if isinstance(leaf, torch.Tensor))
 
 

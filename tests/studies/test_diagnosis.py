@@ -16,7 +16,7 @@ import kit
 from kit.config import Config
 from kit.errors import ConfigError, TrialError
 from kit.studies.diagnosis.diagnose import diagnose, finding_html, judge
-from kit.studies.diagnosis.evidence import StoreLayout
+from kit.studies.diagnosis.evidence import Slowing, StoreLayout
 from kit.studies.diagnosis.gains import worth_measuring
 from kit.studies.diagnosis.host_rules import drawing_hook
 from kit.studies.diagnosis.rule import BETWEEN_TRIALS, agreed, ahead_in_processes, ahead_in_threads, bounded
@@ -50,6 +50,9 @@ ON_DISK = {
     "lines": [line("data.py, line 5, in __getitem__", part="worker", fraction=0.9)], "idle_fraction": 0.05,
     "disk": {"worker": 0.8}, "disk_read_bytes": 300 << 20, "seconds": 10.0,
 }  # fmt: skip
+SLOWING = Slowing(
+    rank=0, part="forward", step_seconds=(0.9, 1.2), part_seconds=0.1, each_seconds=0.01, steps=30, before=5
+)
 HOOK = "[Callback]Watcher.on_train_batch_end"
 
 
@@ -115,6 +118,7 @@ FAULTS = {
     "batch too small": evidence(measured_gains={"full precision": (1, 1), "batch too small": (2.5, 3.0)}),
     "optimizer larger than the work": evidence(shares=shares(optimizer=0.5), work=work(rows=10_000, rows_used=50)),
     "memory that grows": evidence(growth_bytes=2e6, hosts={0: host(grown={"Net.losses": [5, 30]})}),
+    "steps that grow": evidence(slowing=SLOWING),
     "page faults": evidence(
         {"hardware.keep_freed_memory": False},
         hosts={0: host(page_faults_per_second=2e5, system_fraction=0.4)},
@@ -222,6 +226,21 @@ def test_what_a_finding_explains_is_not_told_beside_it():
     assert said.startswith("Python in the data ")
     left_out = ("waiting for data", "no prefetch", "training shorter than preprocessing")
     assert [said.count(name) for name in left_out] == [1, 1, 1]
+
+
+def test_what_grows_explains_what_is_said_of_that_part_and_names_the_line_that_is_seen_later_and_later():
+    at, grown = "train.py, line 9, in training_step", {"Net.outs": [5, 60]}
+    lines = [
+        line("train.py, line 3, in training_step", part="other", fraction=0.5, middle=0.5),
+        line(at, part="other", fraction=0.3, hook=HOOK, middle=0.7),
+    ]
+    hosts = {0: host(hooks={HOOK: 0.3}, lines=lines, grown=grown)}
+    found = evidence(slowing=replace(SLOWING, part="other"), hosts=hosts, shares=shares(other=0.5))
+    assert names(found) == ("steps that grow",)
+    sentence = judge(found, source(found))["steps that grow"].sentence
+    assert at in sentence
+    assert "Net.outs" in sentence
+    assert names(replace(found, slowing=SLOWING)) == ("slow hook", "steps that grow"), "what grows is another part"
 
 
 def test_what_is_left_out_is_laid_to_a_finding_that_is_told():

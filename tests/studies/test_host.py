@@ -1,5 +1,6 @@
 import gc
 import linecache
+import math
 import os
 import pickle
 import sys
@@ -28,7 +29,7 @@ from waiting import wait_until
 
 import kit
 from kit.studies.diagnosis import sampler as room
-from kit.studies.diagnosis.evidence import _epoch_starts, _uneven, growth, timed_lines
+from kit.studies.diagnosis.evidence import _epoch_starts, _uneven, growth, slowing, timed_lines
 from kit.studies.diagnosis.host import arrays_bytes, embeddings, held_bytes, objects_bytes
 from kit.studies.diagnosis.rules import RULES
 from kit.studies.diagnosis.sampler import (
@@ -327,6 +328,50 @@ def test_memory_grows_only_where_both_halves_of_a_trial_say_so():
     assert growth([(step, 1e9 + 1e6 * step) for step in range(5, 30, 2)]) == pytest.approx(1e6)
     assert growth([(step, 1e9 + 1e7 * min(step, 12)) for step in range(5, 30, 2)]) == 0
     assert growth([(step, 1e9) for step in range(5, 30, 2)]) == 0
+
+
+def grown(seconds, count=24, **more):
+    """Steps whose forward pass takes these seconds, by their number, and noise of a twentieth."""
+    found = [*steps(count, wait=0.01, backward_seconds=0.03)]
+    for number, step in enumerate(found):
+        noise = 1 + 0.05 * math.sin(7.0 * number)
+        step["forward_seconds"] = noise * seconds(number)
+        step |= {name: value(number) for name, value in more.items()}
+    return found
+
+
+def test_steps_grow_only_where_one_part_does_and_all_the_time():
+    found = slowing(0, grown(lambda number: 0.01 + 0.001 * number))
+    assert found.part == "forward"
+    assert found.each_seconds == pytest.approx(0.001, rel=0.2)
+    assert slowing(0, grown(lambda number: 0.01)) is None, "noise alone"
+    assert slowing(0, grown(lambda number: 0.01 if number < 12 else 0.03)) is None, "another program began"
+    slower = {"backward_seconds": lambda number: 0.03 + 0.003 * number, "wait_seconds": lambda number: 0.01}
+    assert slowing(0, grown(lambda number: 0.01 + 0.001 * number, **slower)) is None, "the machine becomes slower"
+    longer = {"elements": lambda number: 100 + 10 * number}
+    assert slowing(0, grown(lambda number: 0.01 + 0.001 * number, **longer)) is None, "longer and longer samples"
+
+
+class Remembering(TinyModule):
+    """Adds up all numbers that it has ever seen, at each step."""
+
+    def __init__(self):
+        super().__init__()
+        self.seen = []
+
+    def training_step(self, batch, batch_idx):
+        self.seen += range(20_000)
+        sum(number % 101 for number in self.seen)
+        return super().training_step(batch, batch_idx)
+
+
+def test_steps_that_grow_by_what_is_kept_are_told_with_line_and_container(config):
+    data = DataLoader(TensorDataset(torch.ones(160, 8), torch.ones(160, 1)), batch_size=4)
+    trial = kit.fit(config(max_steps=40, warmup_steps=3), Remembering, data).wait()
+    found = kit.studies.diagnose(trial, peaks=False, short_trials=False)
+    assert found.names[0] == "steps that grow"
+    assert "Remembering.seen" in found[found.names[0]].sentence
+    assert "test_host.py" in found[found.names[0]].sentence
 
 
 def test_what_is_kept_is_counted_and_what_was_freed_is_not():

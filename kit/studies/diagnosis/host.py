@@ -152,6 +152,8 @@ class HostWatch(Callback):
             }  # fmt: skip
             self._sampler = Sampler(self._clock)
             self._sampler.start()
+        if self._sampler is not None:
+            self._sampler.step += 1
 
     @override
     def on_train_batch_end(

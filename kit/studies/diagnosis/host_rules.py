@@ -10,9 +10,9 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from kit.records.trace import BESIDE_TRAINING
-from kit.studies.diagnosis.evidence import Evidence
-from kit.studies.diagnosis.rule import MANY_STEPS, SLIVER, Change, Range, Rule, agreed, without, without_part
+from kit.records.trace import BESIDE_TRAINING, PHASE_LABELS
+from kit.studies.diagnosis.evidence import LEAST_STEPS, Evidence, Slowing, most_seen
+from kit.studies.diagnosis.rule import MANY_STEPS, SLIVER, WAITS, Change, Range, Rule, agreed, without, without_part
 from kit.studies.diagnosis.sampler import DRAWERS, LOGGERS, SELF_LOG
 from kit.studies.diagnosis.unit_costs import PAGE_BYTES
 from kit.units import format_bytes, format_count, format_seconds
@@ -354,16 +354,79 @@ def _grows(found: Evidence) -> float | None:
     return found.growth_bytes * MANY_STEPS / found.host_limit_bytes
 
 
-def _grows_sentence(found: Evidence, _: float) -> str:
+def _grown(found: Evidence) -> str:
+    """The container that grew most, in words; empty where none did."""
     grown = found.host.get("grown", {})
     name = max(grown, key=lambda one: grown[one][1] - grown[one][0], default="")
-    what = f"; {name} grew from {grown[name][0]} to {grown[name][1]} entries meanwhile" if name else ""
+    return f"; {name} grew from {grown[name][0]} to {grown[name][1]} entries meanwhile" if name else ""
+
+
+def _grows_sentence(found: Evidence, _: float) -> str:
     left = (found.host_limit_bytes or 0) - (found.host_bytes or 0)
     steps = format_count(max(0.0, left) / max(1.0, found.growth_bytes or 1.0))
     return (
-        f"Every step adds {format_bytes(found.growth_bytes or 0)} of memory that is not given back{what}: the machine "
-        f"is full after {steps} steps."
+        f"Every step adds {format_bytes(found.growth_bytes or 0)} of memory that is not given back{_grown(found)}: the "
+        f"machine is full after {steps} steps."
     )
+
+
+# -- steps that take longer and longer
+
+
+def _slows(found: Evidence) -> float | None:
+    if not found.shares or found.batches < LEAST_STEPS * found.world_size:
+        return None
+    first, last = found.slowing.step_seconds if found.slowing is not None else (1.0, 1.0)
+    return last / first if first > 0 else 1.0
+
+
+def _slowing(found: Evidence) -> Slowing:
+    """Where the rule has found it.
+
+    Raises:
+        ValueError: where it has not.
+    """
+    if found.slowing is None:
+        raise ValueError("no part of these steps takes longer and longer")
+    return found.slowing
+
+
+def _slows_sentence(found: Evidence, _: float) -> str:
+    slow = _slowing(found)
+    (first, last), label = slow.step_seconds, PHASE_LABELS.get(slow.part, slow.part)
+    host = found.hosts.get(slow.rank, {})
+    later = (line for line in host.get("lines", ()) if line["part"] == slow.part and _is_late(line, host))
+    share, where, _package = most_seen(later)
+    at = f", {where}" if share >= _TWENTIETH else ""
+    return (
+        f"Steps take longer and longer: {format_seconds(first)} at first, {format_seconds(last)} {slow.steps:.0f} "
+        f"steps later, by what grows in {label}{at}{_grown(found)}. After 1,000 steps more that is "
+        f"{format_seconds(last + 1000 * slow.each_seconds)} a step."
+    )
+
+
+def _is_late(line: Mapping[str, Any], host: Mapping[str, Any]) -> bool:
+    """Whether a line takes more and more: what always takes as long is seen as much in the first half of the steps."""
+    seen = max(1.0, line["fraction"] * host.get("samples", 1))
+    return bool(line.get("middle", 0.0) >= 0.5 + 2 / math.sqrt(12 * seen))
+
+
+def _slows_effect(found: Evidence) -> Range:
+    """As fast as in the first third, at least; at most without all that has been added since the first step."""
+    slow = _slowing(found)
+    now, since = found.shares.get(slow.part, 0.0) * found.step_seconds, slow.each_seconds * slow.before
+    low, high = (now - slow.part_seconds, now - max(0.0, slow.part_seconds - since))
+    return without(low / found.step_seconds, high / found.step_seconds)
+
+
+def _slows_explains(found: Evidence) -> tuple[str, ...]:
+    """What else is said of the part that grows."""
+    small = ("batch too small", "many tiny operations")
+    of_part = {
+        "wait": (*WAITS, "Python in the data", "no prefetch"), "forward": ("Python in the step", *small),
+        "other": ("slow hook", *small), "optimizer": ("slow hook", *small),
+    }  # fmt: skip
+    return of_part.get(_slowing(found).part, ())
 
 
 def _uneven_effect(found: Evidence) -> Range | None:
@@ -453,6 +516,14 @@ HOST_RULES: tuple[Rule, ...] = (
         unit="fraction", threshold=SLIVER, source="kit: growth in both halves of the trial", needs="a trial of this "
         "machine, and six steps or more", measure=_grows, sentence=_grows_sentence,
         setting=lambda _: "what keeps tensors from step to step: loss.detach() or loss.item() in a list of losses",
+    ),
+    Rule(
+        name="steps that grow", looks_at="the median step of the last third of the trial over that of the first, where "
+        "one part grows throughout and the batches and the rest of the step do not", unit="ratio", threshold=1.1,
+        source="kit: what every step adds is soon most of a long run", needs=f"{LEAST_STEPS} timed steps",
+        measure=_slows, sentence=_slows_sentence, effect=_slows_effect, explains=_slows_explains,
+        setting=lambda _: "what is kept from step to step: keep a sum and a count, or the last so many; what needs all "
+        "of it once an epoch",
     ),
     Rule(
         name="page faults", looks_at="gain of the same steps with freed memory kept, measured, at its lower end",

@@ -106,6 +106,10 @@ class Sampler:
         self._clock = clock
         self.lines: dict[tuple[str, str, str, int, str, str], float] = {}
         """Seconds by part, hook, file, line, function and the package that was called."""
+        self.step = 0
+        """Which step it is, where somebody counts them."""
+        self.moments: dict[tuple[str, str, str, int, str, str], float] = {}
+        """Of a line its seconds, each times its step: of one that takes more and more, more of them are late."""
         self.reads: dict[str, dict[str, Any]] = {}
         """The last read of a kind that was seen."""
         self.made: dict[CodeType, Made] = {}
@@ -195,6 +199,7 @@ class Sampler:
             self.idle_seconds += seconds
         key = (part, hook, *line)
         if len(self.lines) < MOST_LINES or key in self.lines:
+            self.moments[key] = self.moments.get(key, 0.0) + seconds * self.step
             self.lines[key] = self.lines.get(key, 0.0) + seconds
 
     def _line(self, frame: FrameType | None, making_seconds: float = 0.0) -> tuple[tuple[str, int, str, str], bool]:
@@ -575,12 +580,13 @@ def copied_bytes(worker: Mapping[str, Any]) -> int | None:
 
 
 def summary(sampler: Sampler, cells: dict[str, tuple[str, str]]) -> dict[str, Any]:
-    """Fractions of the time: the lines seen most, and what readers read."""
+    """Fractions of the time: the lines seen most, at which of the steps on average, and what readers read."""
     total = sampler.seconds or 1.0
     most = sorted(dict(sampler.lines).items(), key=lambda item: -item[1])[:_TOLD]
     lines = [
         {"part": part, "hook": hook, "place": describe((file, number, function), cells) if file else "",
-         "package": package, "fraction": seconds / total}
+         "package": package, "fraction": seconds / total,
+         "middle": sampler.moments[part, hook, file, number, function, package] / (seconds * (sampler.step or 1))}
         for (part, hook, file, number, function, package), seconds in most
     ]  # fmt: skip
     parts: dict[str, float] = {}
