@@ -800,6 +800,37 @@ def test_of_two_findings_with_one_cure_the_one_that_names_the_cause_is_told():
     assert names(found) == ("Python in the data",)
 
 
+def test_collectives_are_the_cause_of_the_hook_or_the_logging_that_makes_them_and_of_no_other():
+    found, at = FAULTS["small collectives"], "model.py, line 9, in step"
+    in_hook = host(hooks={HOOK: 0.5}, lines=[line(at, fraction=0.4, hook=HOOK, part="other")])
+    assert names(replace(found, hosts={0: in_hook})) == ("small collectives",)
+    assert names(replace(found, hosts={0: host(lines=[line(at, fraction=0.4, package="self.log")])})) == (
+        "small collectives",
+    )
+    other = [line(at), line("watch.py, line 3, in count", hook=HOOK, part="other")]
+    assert {*names(replace(found, hosts={0: host(hooks={HOOK: 0.5}, lines=other)}))} == {
+        "small collectives", "slow hook",
+    }  # fmt: skip
+
+
+def test_a_hook_of_one_rank_is_told_with_the_rank_for_which_the_others_wait():
+    slow = host(hooks={HOOK: 0.4}, lines=[line("watch.py, line 3, in count", hook=HOOK, part="other")])
+    ranks = {"world_size": 2, "rank_seconds": {0: 0.4, 1: 0.4}}
+    found = evidence(**ranks, hosts={0: host(hooks={HOOK: 0.001}), 1: slow})
+    assert names(found) == ("slow hook",)
+    assert re.search("watch.py, line 3.* rank 1 alone", judge(found, source(found))["slow hook"].sentence)
+    both = evidence(**ranks, hosts={0: slow, 1: slow})
+    assert "alone" not in judge(both, source(both))["slow hook"].sentence
+
+
+def test_whose_batches_are_larger_is_told_where_it_is_always_the_same_rank():
+    found = replace(FAULTS["uneven batches"], uneven_rank=1)
+    always, now_and_then = (judge(one, source(one))["uneven batches"] for one in (found, FAULTS["uneven batches"]))
+    assert "rank 1" in always.sentence
+    assert "rank 1" not in now_and_then.sentence
+    assert always.setting != now_and_then.setting
+
+
 def test_small_collectives_explain_why_a_larger_batch_pays():
     found = replace(FAULTS["small collectives"], measured_gains={"full precision": (1, 1), "batch too small": (2, 3)})
     assert names(found) == ("small collectives",)

@@ -394,7 +394,9 @@ def test_what_first_steps_of_epochs_take_longer_is_told():
 
 def test_the_largest_batch_of_a_step_is_held_against_the_mean():
     ranks = [[*steps(4, rank=rank, elements=size)] for rank, size in ((0, 100), (1, 300))]
-    assert _uneven([*ranks[0], *ranks[1]]) == pytest.approx(1.5)
+    assert _uneven([*ranks[0], *ranks[1]]) == {"uneven": pytest.approx(1.5), "uneven_rank": 1}
+    ranks[0][2]["elements"] = 900
+    assert _uneven([*ranks[0], *ranks[1]])["uneven_rank"] is None, "now one, now the other"
 
 
 def spin(sampler, answers):

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import combinations, pairwise
@@ -167,6 +167,8 @@ class Evidence:
     """Seconds a batch of each rank by part, of the parts in `rank_seconds`."""
     uneven: float | None = None
     """Numbers in the largest batch of a step over those in the mean one, over all ranks, averaged over steps."""
+    uneven_rank: int | None = None
+    """Whose batch is the largest in nearly all steps."""
     hosts: Mapping[int, Mapping[str, Any]] = field(default_factory=dict)
     """What `kit.studies.diagnosis.host` wrote, by rank."""
     epoch_start_fraction: float | None = None
@@ -356,7 +358,7 @@ def evidence_of(trial: Trial, peaks: Peaks | None = None, profile: Profile | Non
         cores=hardware().cores if here else None, batches=len(steps),
         samples_per_second=samples_per_second(trial), warnings=tuple(trial.warnings), peaks=peaks, layout=layout,
         hosts=hosts, unit_costs=unit_costs(_acts(hosts, work), _row_bytes(hosts)) if here else {},
-        decoded=_decoded(hosts) if here else {}, uneven=_uneven(steps),
+        decoded=_decoded(hosts) if here else {}, **_uneven(steps),
         epoch_start_fraction=_epoch_starts(steps), slowing=_slowing(steps), growth_bytes=_growth(trial),
         notes=tuple(notes), work=work, read_seconds=_read_seconds(steps),
         **_times(steps, _computing(trial)), **_start_up(trial),
@@ -479,14 +481,21 @@ def _relative_error(values: Sequence[float]) -> float:
     return error / mean
 
 
-def _uneven(steps: Sequence[Event]) -> float | None:
-    """See `Evidence.uneven`."""
-    batches: defaultdict[Any, list[float]] = defaultdict(list)
+def _uneven(steps: Sequence[Event]) -> dict[str, Any]:
+    """`Evidence.uneven`, and whose batch is the largest nearly always."""
+    batches: defaultdict[Any, dict[int, float]] = defaultdict(dict)
     for step in steps:
         if "elements" in step:
-            batches[step.get("batch", step["step"])].append(finite(step["elements"]))
-    together = [sizes for sizes in batches.values() if len(sizes) > 1 and max(sizes) > 0]
-    return statistics.fmean(max(sizes) * len(sizes) / math.fsum(sizes) for sizes in together) if together else None
+            batches[step.get("batch", step["step"])][int(step["rank"])] = finite(step["elements"])
+    together = [sizes for sizes in batches.values() if len(sizes) > 1 and max(sizes.values()) > 0]
+    if not together:
+        return {}
+    times = [max(sizes.values()) * len(sizes) / math.fsum(sizes.values()) for sizes in together]
+    rank, count = Counter(max(sizes, key=sizes.__getitem__) for sizes in together).most_common(1)[0]
+    return {"uneven": statistics.fmean(times), "uneven_rank": rank if count >= _NEARLY * len(together) else None}
+
+
+_NEARLY = 0.9
 
 
 def _epoch_starts(steps: Sequence[Event]) -> float | None:

@@ -60,9 +60,10 @@ def _validation_change(found: Evidence) -> Change:
 # -- hooks and drawing
 
 
-def _drawn(found: Evidence) -> list[Mapping[str, Any]]:
+def _drawn(found: Evidence, rank: int | None = None) -> list[Mapping[str, Any]]:
     """Lines that draw or log. To log a few values is no more than any step does, and a GPU works on meanwhile."""
-    drawn = [line for line in _lines(found) if line["package"] in DRAWERS and line["part"] not in ("wait", "worker")]
+    lines = _lines(found) if rank is None else found.hosts[rank].get("lines", ())
+    drawn = [line for line in lines if line["package"] in DRAWERS and line["part"] not in ("wait", "worker")]
     own = math.fsum(line["fraction"] for line in drawn if line["package"] == SELF_LOG)
     return drawn if own >= 2 * SLIVER and not found.on_gpu else [one for one in drawn if one["package"] != SELF_LOG]
 
@@ -82,7 +83,7 @@ def drawing_hook(found: Evidence) -> str | None:
     drawn = _drawn(found)
     if not drawn or (_drawing(found) or 0.0) < _TWENTIETH:
         return None
-    hooks, most = {str(line["hook"]) for line in drawn}, _hooks(found)
+    hooks, most = {str(line["hook"]) for line in drawn}, _hooks(found, min(found.hosts))
     if len(hooks) == 1 and most.get(hook := hooks.pop()) == 0.0:
         return hook
     return "" if all(line["package"] in LOGGERS for line in drawn) else None
@@ -132,12 +133,12 @@ def _python_sentence(found: Evidence, value: float) -> str:
     )
 
 
-def _hooks(found: Evidence) -> dict[str, float]:
+def _hooks(found: Evidence, rank: int) -> dict[str, float]:
     """The share of each hook without what it draws and logs; 0 where that is most of it."""
-    hooks = dict[str, float]()
-    for name, share in found.host.get("hooks", {}).items():
+    hooks, drawing = dict[str, float](), _drawn(found, rank)
+    for name, share in found.hosts[rank].get("hooks", {}).items():
         if name.rpartition(".")[2] not in _HOOKS_OF_PARTS:
-            drawn = math.fsum(line["fraction"] for line in _drawn(found) if line["hook"] == name)
+            drawn = math.fsum(line["fraction"] for line in drawing if line["hook"] == name)
             hooks[name] = share - drawn if drawn < _MOST_OF_HOOK * share else 0.0
     return hooks
 
@@ -147,20 +148,25 @@ _MOST_OF_HOOK = 0.8
 
 
 def slowest_hook(found: Evidence) -> tuple[str, float]:
-    """The hook that takes most beside drawing and logging, and that share."""
-    hooks = _hooks(found)
-    worst = max(hooks, key=hooks.__getitem__, default="")
-    return worst, hooks.get(worst, 0.0)
+    """The hook that takes most beside drawing and logging, and that share, on the rank where it takes most."""
+    return _slowest(found)[1:]
+
+
+def _slowest(found: Evidence) -> tuple[int, str, float]:
+    hooks = [(rank, name, share) for rank in found.hosts for name, share in _hooks(found, rank).items()]
+    return max(hooks, key=lambda hook: hook[2], default=(0, "", 0.0))
 
 
 def _hook_sentence(found: Evidence, value: float) -> str:
-    name, drawn = slowest_hook(found)[0], _drawn(found)
-    lines = (line for line in _lines(found) if line["hook"] == name and line["place"] and line not in drawn)
-    place = next((line["place"] for line in lines), "")
+    rank, name, _share = _slowest(found)
+    drawn = _drawn(found, rank)
+    own = (line for line in found.hosts[rank].get("lines", ()) if line["hook"] == name)
+    place = next((line["place"] for line in own if line["place"] and line not in drawn), "")
+    others = [host.get("hooks", {}).get(name, 0.0) for other, host in found.hosts.items() if other != rank]
+    alone = f", on rank {rank} alone, for which the others wait" if others and max(others) < value / 2 else ""
+    at = f", at {place}" if place else ""
     seconds = format_seconds(value * found.step_seconds)
-    return (
-        f"{name.partition(']')[2]} takes {value:.0%} of the time, {seconds} a step{f', at {place}' if place else ''}."
-    )
+    return f"{name.partition(']')[2]} takes {value:.0%} of the time, {seconds} a step{at}{alone}."
 
 
 def _hook_effect(found: Evidence) -> Range:
@@ -305,6 +311,15 @@ def _collectives_effect(found: Evidence) -> Range | None:
     return without(0.75 * share, share) if share else None
 
 
+def _collectives_explain(found: Evidence) -> tuple[str, ...]:
+    """Also the hook or the logging that makes most of them."""
+    places = {place for place, _ in found.work.collective_places} if found.work else set[str]()
+    hooks, drawn = {line["hook"] for line in _lines(found) if line["place"] in places}, _drawn(found)
+    by_hook = ("slow hook",) if slowest_hook(found)[0] in hooks else ()
+    by_log = ("drawing or logging in the step",) if drawn and drawn[0]["place"] in places else ()
+    return ("communication", "many tiny operations", "batch too small", *by_hook, *by_log)
+
+
 # -- memory
 
 
@@ -429,6 +444,14 @@ def _slows_explains(found: Evidence) -> tuple[str, ...]:
     return of_part.get(_slowing(found).part, ())
 
 
+def _uneven_sentence(found: Evidence, value: float) -> str:
+    whose = "" if found.uneven_rank is None else f", nearly always that of rank {found.uneven_rank},"
+    return (
+        f"The ranks get batches of different sizes: the largest of a step{whose} is {value:.2g} times the mean, and "
+        "the others wait for it."
+    )
+
+
 def _uneven_effect(found: Evidence) -> Range | None:
     """The largest batch sets the pace; were all as large as the mean, that share of its passes would be saved."""
     passes = found.shares.get("forward", 0.0) + found.shares.get("backward", 0.0)
@@ -550,9 +573,9 @@ HOST_RULES: tuple[Rule, ...] = (
         name="uneven batches", looks_at="numbers in a step's largest batch over those in the mean one", unit="ratio",
         threshold=1.2, source="kit: a step lasts as long as its largest batch", needs="several ranks",
         measure=lambda found: found.uneven if found.world_size > 1 else None, part="backward",
-        sentence=lambda _, value: f"The ranks get batches of different sizes: the largest of a step is "
-        f"{value:.2g} times the mean, and the others wait for it.",
-        setting=lambda _: "your sampler: batches of like length to all ranks in the same step",
+        sentence=_uneven_sentence,
+        setting=lambda found: "your sampler: batches of like length to all ranks in the same step"
+        if found.uneven_rank is None else "how samples are shared out: shuffled, or by length in turn",
         effect=_uneven_effect, explains=("stragglers", "communication"),
     ),
     Rule(
@@ -562,6 +585,6 @@ HOST_RULES: tuple[Rule, ...] = (
         sentence=lambda found, value: f"A step makes {value:.0f} collectives of its own, most of them at "
         f"{found.work.collective_places[0][0] if found.work else ''}: each waits for all ranks.",
         setting=lambda _: "one collective for all values: stack them, or log with sync_dist at the end of the epoch",
-        effect=_collectives_effect, explains=("communication", "many tiny operations", "batch too small"),
+        effect=_collectives_effect, explains=_collectives_explain,
     ),
 )  # fmt: skip
