@@ -813,6 +813,16 @@ def test_collectives_are_the_cause_of_the_hook_or_the_logging_that_makes_them_an
     }  # fmt: skip
 
 
+def test_garbage_of_young_objects_counts_and_one_full_collection_is_an_accident():
+    lines = [line("tree.py, line 5, in __init__", package="gc")]
+    young = evidence(hosts={0: host(garbage_fraction=0.3, young_garbage_fraction=0.2, collections=1, lines=lines)})
+    finding = judge(young, source(young))["garbage collection"]
+    assert finding.value == 0.2
+    assert "tree.py, line 5" in finding.sentence
+    accident = evidence(hosts={0: host(garbage_fraction=0.3, young_garbage_fraction=0.01, collections=1, lines=lines)})
+    assert names(replace(accident, work=work(places=()))) == ()
+
+
 def test_a_hook_of_one_rank_is_told_with_the_rank_for_which_the_others_wait():
     slow = host(hooks={HOOK: 0.4}, lines=[line("watch.py, line 3, in count", hook=HOOK, part="other")])
     ranks = {"world_size": 2, "rank_seconds": {0: 0.4, 1: 0.4}}

@@ -91,6 +91,37 @@ def test_a_callback_is_named_with_its_line_and_loader_processes_tell_what_they_d
     assert "StepRecorder" not in repr(host["hooks"]), "kit's own callbacks are no finding"
 
 
+class Linked:
+    def __init__(self, up):
+        self.up, self.down = up, []
+        if up is not None:
+            up.down.append(self)
+
+
+class Linking(TinyModule):
+    """Makes circles of objects, each looked through with many others that stay."""
+
+    def on_train_start(self):
+        self.kept = [{"id": number, "near": [number]} for number in range(100_000)]
+        gc.set_threshold(50, 2, 1000)
+
+    def on_train_end(self):
+        gc.set_threshold(700, 10, 10)
+
+    def training_step(self, batch, batch_idx):
+        root = Linked(None)
+        for _ in range(20_000):
+            Linked(root)
+        return super().training_step(batch, batch_idx)
+
+
+def test_garbage_that_is_collected_often_is_told_with_the_line_that_makes_it(config):
+    data = DataLoader(TensorDataset(torch.ones(80, 8), torch.ones(80, 1)), batch_size=4)
+    trial = kit.fit(config(max_steps=20, warmup_steps=3), Linking, data).wait()
+    found = kit.studies.diagnose(trial, peaks=False, short_trials=False)
+    assert "test_host.py, line" in found["garbage collection"].sentence
+
+
 class Wide(TinyModule):
     """A step that makes and frees 40 MiB twice: from 32 MiB on glibc always gives them back."""
 

@@ -23,7 +23,7 @@ from kit.machine.machine import hardware
 from kit.machine.processes import machine
 from kit.records.trace import BESIDE_TRAINING, finite, merged
 from kit.speed.peaks import Peaks
-from kit.studies.diagnosis.sampler import COMPUTING, MAKING
+from kit.studies.diagnosis.sampler import COMPUTING, GARBAGE, MAKING
 from kit.studies.diagnosis.unit_costs import LOOP, PAGE, VALUE, Decoded, decoded, unit_costs
 from kit.studies.profiling.profile import Profile
 from kit.studies.profiling.trace import TraceInfo
@@ -309,7 +309,8 @@ def most_seen(lines: Iterable[Mapping[str, Any]], whole: float = 1.0) -> tuple[f
         where = f"in {name}, most of that at {line_at}"
     else:
         where = f"at {place}" if place else ""
-    return min(1.0, shares[most]), ", ".join(filter(None, (where, f"in {package}" if package else ""))), package
+    called = f"in {package}" if package and package != GARBAGE else ""  # which has a clock of its own
+    return min(1.0, shares[most]), ", ".join(filter(None, (where, called))), package
 
 
 _MOST_OF_FUNCTION, MUCH_SEEN = 0.8, 0.3

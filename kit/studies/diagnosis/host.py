@@ -36,6 +36,7 @@ from kit.machine.processes import scheduled_seconds, thread_usage
 from kit.studies.diagnosis.sampler import (
     MOST_WORKERS,
     PAGE_BYTES,
+    Garbage,
     Sampler,
     WatchedLoop,
     copied_bytes,
@@ -93,21 +94,6 @@ def held_bytes(device: torch.device) -> int | None:
             found = call()
             return int(found.uordblks + found.hblkhd + on_device)
     return on_device or None
-
-
-class Garbage:
-    """The seconds that Python's garbage collection takes."""
-
-    def __init__(self) -> None:
-        self.seconds, self.collections = 0.0, 0
-        self._began = 0.0
-
-    def __call__(self, phase: str, info: dict[str, int]) -> None:
-        if phase == "start":
-            self._began = time.perf_counter()
-        elif self._began:
-            self.seconds += time.perf_counter() - self._began
-            self.collections += info.get("generation") == 2
 
 
 class HostWatch(Callback):
@@ -216,6 +202,7 @@ class HostWatch(Callback):
                 if name.startswith(_HOOKS) and name.partition("]")[2].rpartition(".")[0] not in mine
             },
             garbage_fraction=self._garbage.seconds / wall,
+            young_garbage_fraction=self._garbage.young_seconds / wall,
             collections=self._garbage.collections,
             threads=[{"name": name, "cores": share, **told.get(name, {"place": ""})} for name, share in cores.items()],
             grown={

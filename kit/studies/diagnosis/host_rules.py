@@ -13,7 +13,7 @@ from typing import Any
 from kit.records.trace import BESIDE_TRAINING, PHASE_LABELS
 from kit.studies.diagnosis.evidence import LEAST_STEPS, Evidence, Slowing, most_seen
 from kit.studies.diagnosis.rule import MANY_STEPS, SLIVER, WAITS, Change, Range, Rule, agreed, without, without_part
-from kit.studies.diagnosis.sampler import DRAWERS, LOGGERS, SELF_LOG
+from kit.studies.diagnosis.sampler import DRAWERS, GARBAGE, LOGGERS, SELF_LOG
 from kit.studies.diagnosis.unit_costs import PAGE_BYTES
 from kit.units import format_bytes, format_count, format_seconds
 
@@ -113,7 +113,7 @@ def _no_tensors(found: Evidence) -> list[Mapping[str, Any]]:
     known = found.work.places if found.work is not None else None
     return [
         line for line in _lines(found)
-        if line["part"] == "forward" and line["place"] and line["package"] not in (*_TENSORS, *DRAWERS)
+        if line["part"] == "forward" and line["place"] and line["package"] not in (*_TENSORS, *DRAWERS, GARBAGE)
         and line["place"] not in (known or ())
     ]  # fmt: skip
 
@@ -176,8 +176,15 @@ def _hook_effect(found: Evidence) -> Range:
 
 
 def _garbage(found: Evidence) -> float | None:
-    share = found.host.get("garbage_fraction")
-    return share if share is None or found.host.get("collections", 0) >= _FULL_COLLECTIONS else 0.0
+    host = found.host
+    is_much = host.get("collections", 0) >= _FULL_COLLECTIONS
+    return host.get("garbage_fraction") if is_much or not host else host.get("young_garbage_fraction", 0.0)
+
+
+def _garbage_sentence(found: Evidence, value: float) -> str:
+    place = next((line["place"] for line in _lines(found) if line["package"] == GARBAGE and line["place"]), "")
+    at = f", most often at {place}" if place else ""
+    return f"Python collects garbage {value:.0%} of the time ({found.host.get('collections', 0)} full collections){at}."
 
 
 # -- threads
@@ -502,13 +509,13 @@ HOST_RULES: tuple[Rule, ...] = (
         explains=("many tiny operations", "sync in the step", "batch too small"),
     ),
     Rule(
-        name="garbage collection", looks_at="share of the time in Python's garbage collection, of three full ones and "
-        "more", unit="fraction", threshold=_TWENTIETH, source="kit: one or two are an accident of a short trial",
+        name="garbage collection", looks_at="share of the time in Python's garbage collection, of full ones from three "
+        "on", unit="fraction", threshold=_TWENTIETH, source="kit: one or two are an accident of a short trial",
         needs="watched steps", part="other", measure=_garbage,
-        sentence=lambda found, value: f"Python collects garbage {value:.0%} of the time "
-        f"({found.host.get('collections', 0)} full collections).",
-        setting=lambda _: "no gc.collect() in a step; gc.freeze() after everything is loaded",
-        effect=lambda found: without(0.95 * found.host["garbage_fraction"], found.host["garbage_fraction"]),
+        sentence=_garbage_sentence,
+        setting=lambda _: "no gc.collect() in a step; gc.freeze() after everything is loaded, and gc.set_threshold not "
+        "below Python's own",
+        effect=lambda found: without(0.95 * (_garbage(found) or 0.0), _garbage(found)),
         explains=("slow hook", "Python in the step", "batch too small"),
     ),
     Rule(

@@ -80,7 +80,8 @@ _ORDERS = "sampler"
 _DECODERS = ("PIL", "cv2", "torchvision")
 MAKING = ("wait", "worker")
 """Parts in which data is made."""
-COMPUTING = ("", "torch", "numpy", "lightning", "pytorch_lightning", "kit", _ORDERS)
+GARBAGE = "gc"
+COMPUTING = ("", "torch", "numpy", "lightning", "pytorch_lightning", "kit", GARBAGE, _ORDERS)
 """Packages that neither read nor decode; the empty one is Python's own or not known."""
 _NO_DECODERS = {*COMPUTING, *_READERS} - {"PIL"}
 _MOST_MAKING, _MOST_COLOURS = 12, 4
@@ -205,6 +206,8 @@ class Sampler:
     def _line(self, frame: FrameType | None, making_seconds: float = 0.0) -> tuple[tuple[str, int, str, str], bool]:
         """The innermost line of the user's code with the package that it called, and whether a batch was being made."""
         package, named, fetched, depth, is_fetching = "", "", "", 0, False
+        if frame is not None and frame.f_code is Garbage.__call__.__code__:
+            named = GARBAGE  # which answers as soon as garbage has been collected
         while frame is not None and depth < _MOST_DEPTH:
             file = frame.f_code.co_filename
             own, found = kind_of(file)
@@ -245,6 +248,23 @@ class Sampler:
                 if decoder and made.picture.get("pixels", 0) > before.get("pixels", math.inf):  # not of a chunk
                     self.reads[decoder] = dict(made.picture)
             frame = frame.f_back
+
+
+class Garbage:
+    """The seconds that Python's garbage collection takes, and of those the ones of collections that are not full."""
+
+    def __init__(self) -> None:
+        self.seconds, self.young_seconds, self.collections = 0.0, 0.0, 0
+        self._began = 0.0
+
+    def __call__(self, phase: str, info: dict[str, int]) -> None:
+        if phase == "start":
+            self._began = time.perf_counter()
+        elif self._began:
+            spent, is_full = time.perf_counter() - self._began, info.get("generation") == 2
+            self.seconds += spent
+            self.young_seconds += 0.0 if is_full else spent
+            self.collections += is_full
 
 
 def _is_alone() -> bool:
