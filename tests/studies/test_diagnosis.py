@@ -520,6 +520,15 @@ def test_pictures_gain_by_what_decoding_one_of_them_smaller_was_timed_to_take():
     assert effect(no_smaller) == pytest.approx((1, 1))
 
 
+def test_no_reduced_decode_is_advised_for_pictures_that_have_none():
+    settings = []
+    for kind in ("JPEG", "PNG"):
+        found = reading(PIL={"pixels": 2_000_000, "format": kind})
+        settings.append(judge(found, source(found))["images decoded at full size"].setting)
+    assert ["draft" in setting for setting in settings] == [True, False]
+    assert "PNG" in settings[1]
+
+
 def test_reading_gains_until_the_training_alone_sets_the_pace():
     """Half a second beside the reading, a quarter alone: what is left of reading slows it down while it lasts."""
     effect = next(rule.effect for rule in RULES if rule.name == "images decoded at full size")

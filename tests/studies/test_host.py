@@ -635,6 +635,7 @@ def test_what_pillow_decodes_is_decoded_again_smaller_and_the_gain_is_of_that(co
     trial = kit.fit(config(max_steps=8, warmup_steps=1), Shown, data).wait()
     read = trial.event("host_watched")["reads"]["PIL"]
     assert (read["pixels"], read["file"]) == (1600 * 1200, str(tmp_path / "one.jpg"))
+    assert read["format"] == "JPEG"
     found = kit.studies.diagnose(trial, peaks=False)
     timed = found.evidence.decoded["PIL"]
     assert timed.pixels_kept == pytest.approx(1 / 64)

@@ -233,7 +233,7 @@ class Sampler:
     def _note_read(self, package: str, frame: FrameType) -> None:
         found = read_of(package, frame)
         if found is not None:
-            self.reads[package] = found
+            self.reads[package] = {**self.reads.get(package, {}), **found}
 
     def _note_made(self, package: str, frame: FrameType | None, seconds: float) -> None:
         """What the user's functions that run have at hand of a picture, and what they call, up to the loader."""
@@ -501,7 +501,8 @@ def read_of(package: str, frame: FrameType) -> dict[str, Any] | None:
         size = getattr(seen, "size", None)
         if not isinstance(size, tuple) or len(size) != 2:
             return None
-        return {"pixels": int(size[0] * size[1]), **_jpeg_of(frame)}
+        kind = getattr(seen, "format", None)  # none of what was made of a picture
+        return {"pixels": int(size[0] * size[1]), **({"format": str(kind)} if kind else {}), **_jpeg_of(frame)}
     if package == "npz":
         name = variables.get("key")
         members = getattr(getattr(seen, "zip", None), "NameToInfo", {})
