@@ -43,6 +43,7 @@ import psutil
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.profilers import Profiler
+from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch.distributed.fsdp import FSDPModule
 from torch.nn.parameter import is_lazy
 from torch.utils._pytree import tree_leaves
@@ -127,6 +128,7 @@ class StepRecorder(Callback):
             max_steps=getattr(trainer, "trial_steps", trainer.max_steps),
             max_epochs=trainer.max_epochs,
             parameters=sum(one.numel() for one in pl_module.parameters() if not is_lazy(one)),
+            left_out_validation=not trainer.limit_val_batches and _validates(trainer, pl_module),
             module=_class_name(pl_module),
             data=None if data is None else _data_words(data),
         )
@@ -274,6 +276,12 @@ def _why_no_batch(trainer: Trainer) -> str:
         if size and loader.drop_last:
             return f"{samples} samples are less than a batch of {size}, and drop_last leaves that out"
     return "the loader gave no batch"
+
+
+def _validates(trainer: Trainer, module: LightningModule) -> bool:
+    """Whether module and data would validate, if they were let."""
+    own = trainer.fit_loop.epoch_loop.val_loop._data_source
+    return is_overridden("validation_step", module) and own.is_defined()
 
 
 def _numbers(tensors: Sequence[torch.Tensor]) -> list[float]:

@@ -43,7 +43,7 @@ from kit.studies.diagnosis.sampler import (
     summary,
     variables_of,
 )
-from kit.testing import TinyModule
+from kit.testing import TinyData, TinyModule
 from kit.trial.recorder import StepClock
 
 
@@ -660,6 +660,26 @@ def test_a_loader_that_is_made_anew_every_epoch_is_seen_and_hooks_of_the_data_ar
     host = trial.event("host_watched")
     assert bool(host["loaders_remade"]) is remade
     assert "[LightningDataModule]Reloaded.on_after_batch_transfer" in host["hooks"]
+
+
+class Validating(TinyModule):
+    def validation_step(self, batch, batch_idx):
+        self.log("error", self.training_step(batch, batch_idx))
+
+
+class WithValidation(TinyData):
+    def val_dataloader(self):
+        return self.train_dataloader()
+
+
+@pytest.mark.parametrize(
+    ("module", "data", "every", "said"),
+    [(Validating, WithValidation, 0, True), (Validating, WithValidation, 3, False), (Validating, TinyData, 0, False)],
+)
+def test_a_validation_that_a_trial_leaves_out_is_said_to_be_in_no_figure(config, module, data, every, said):
+    trial = kit.fit(config(max_steps=6, warmup_steps=2, validate_every_steps=every), module, data).wait()
+    notes = kit.studies.diagnose(trial, peaks=False, short_trials=False).notes
+    assert any("trial.validate_every_steps" in note for note in notes) is said
 
 
 def test_lines_of_a_part_are_together_as_long_as_the_part():
