@@ -343,9 +343,7 @@ def evidence_of(trial: Trial, peaks: Peaks | None = None, profile: Profile | Non
         notes.append(f"the layout of the store was not judged: {error}")
     given = trial.environment.get("given", {}).get("data", "default") not in ("default", "dataset")
     if given and started.get("left_out_validation"):
-        notes.append(
-            "the trial left out the validation (trial.validate_every_steps): its time is in no figure"
-        )
+        notes.append("the trial left out the validation (trial.validate_every_steps): its time is in no figure")
     profiled: dict[str, Any] = {}
     if profile is not None:
         functions = tuple(profile.functions) if "advanced" in profile.passes else None
