@@ -451,6 +451,13 @@ def test_many_values_that_are_logged_are_told_and_a_few_are_not():
     assert judge(few, source(few)).clean
 
 
+def test_many_operations_that_move_much_are_not_tiny():
+    many = work(calls=60_000)
+    assert names(evidence(work=many)) == ("many tiny operations",)
+    assert names(evidence(work=replace(many, bytes=6e9))) == (), "100 KB each, as of a recurrent layer"
+    assert names(evidence(work=replace(many, bytes=6e9), accelerator="gpu")) == ("many tiny operations",)
+
+
 def test_a_loop_of_tiny_operations_is_told_by_its_line_and_gains_by_its_share():
     """No larger batch helps a loop over the samples of one."""
     place = "train.py, line 7, in backward"
