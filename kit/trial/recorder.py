@@ -43,6 +43,7 @@ import psutil
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.profilers import Profiler
+from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch.distributed.fsdp import FSDPModule
 from torch.nn.parameter import is_lazy
 from torch.utils._pytree import tree_leaves
@@ -127,6 +128,7 @@ class StepRecorder(Callback):
             max_steps=getattr(trainer, "trial_steps", trainer.max_steps),
             max_epochs=trainer.max_epochs,
             parameters=sum(one.numel() for one in pl_module.parameters() if not is_lazy(one)),
+            left_out_validation=not trainer.limit_val_batches and _validates(trainer, pl_module),
             module=_class_name(pl_module),
             data=None if data is None else _data_words(data),
         )
@@ -174,7 +176,7 @@ class StepRecorder(Callback):
             "loss": None,
             **seconds,
             "samples": samples,
-            **({} if trainer.world_size == 1 else {"elements": _elements(batch)}),
+            "elements": _elements(batch),
             "samples_per_second": _rate(samples, seconds["step_seconds"]),
             **self._memory(pl_module.device),
         }
@@ -276,6 +278,12 @@ def _why_no_batch(trainer: Trainer) -> str:
     return "the loader gave no batch"
 
 
+def _validates(trainer: Trainer, module: LightningModule) -> bool:
+    """Whether module and data would validate, if they were let."""
+    own = trainer.fit_loop.epoch_loop.val_loop._data_source
+    return is_overridden("validation_step", module) and own.is_defined()
+
+
 def _numbers(tensors: Sequence[torch.Tensor]) -> list[float]:
     """Their values, waiting once for each device."""
     devices = {tensor.device for tensor in tensors}
@@ -287,7 +295,7 @@ def _numbers(tensors: Sequence[torch.Tensor]) -> list[float]:
 
 
 def _elements(batch: Any) -> int:
-    """Numbers in the tensors of a batch: what differs between ranks where samples are of several lengths."""
+    """Numbers in the tensors of a batch: what differs between ranks or steps where samples are of several lengths."""
     return sum(leaf.numel() for leaf in tree_leaves(batch) if isinstance(leaf, torch.Tensor))
 
 

@@ -16,7 +16,7 @@ import kit
 from kit.config import Config
 from kit.errors import ConfigError, TrialError
 from kit.studies.diagnosis.diagnose import diagnose, finding_html, judge
-from kit.studies.diagnosis.evidence import StoreLayout
+from kit.studies.diagnosis.evidence import Slowing, StoreLayout
 from kit.studies.diagnosis.gains import worth_measuring
 from kit.studies.diagnosis.host_rules import drawing_hook
 from kit.studies.diagnosis.rule import BETWEEN_TRIALS, agreed, ahead_in_processes, ahead_in_threads, bounded
@@ -50,6 +50,9 @@ ON_DISK = {
     "lines": [line("data.py, line 5, in __getitem__", part="worker", fraction=0.9)], "idle_fraction": 0.05,
     "disk": {"worker": 0.8}, "disk_read_bytes": 300 << 20, "seconds": 10.0,
 }  # fmt: skip
+SLOWING = Slowing(
+    rank=0, part="forward", step_seconds=(0.9, 1.2), part_seconds=0.1, each_seconds=0.01, steps=30, before=5
+)
 HOOK = "[Callback]Watcher.on_train_batch_end"
 
 
@@ -115,6 +118,7 @@ FAULTS = {
     "batch too small": evidence(measured_gains={"full precision": (1, 1), "batch too small": (2.5, 3.0)}),
     "optimizer larger than the work": evidence(shares=shares(optimizer=0.5), work=work(rows=10_000, rows_used=50)),
     "memory that grows": evidence(growth_bytes=2e6, hosts={0: host(grown={"Net.losses": [5, 30]})}),
+    "steps that grow": evidence(slowing=SLOWING),
     "page faults": evidence(
         {"hardware.keep_freed_memory": False},
         hosts={0: host(page_faults_per_second=2e5, system_fraction=0.4)},
@@ -222,6 +226,21 @@ def test_what_a_finding_explains_is_not_told_beside_it():
     assert said.startswith("Python in the data ")
     left_out = ("waiting for data", "no prefetch", "training shorter than preprocessing")
     assert [said.count(name) for name in left_out] == [1, 1, 1]
+
+
+def test_what_grows_explains_what_is_said_of_that_part_and_names_the_line_that_is_seen_later_and_later():
+    at, grown = "train.py, line 9, in training_step", {"Net.outs": [5, 60]}
+    lines = [
+        line("train.py, line 3, in training_step", part="other", fraction=0.5, middle=0.5),
+        line(at, part="other", fraction=0.3, hook=HOOK, middle=0.7),
+    ]
+    hosts = {0: host(hooks={HOOK: 0.3}, lines=lines, grown=grown)}
+    found = evidence(slowing=replace(SLOWING, part="other"), hosts=hosts, shares=shares(other=0.5))
+    assert names(found) == ("steps that grow",)
+    sentence = judge(found, source(found))["steps that grow"].sentence
+    assert at in sentence
+    assert "Net.outs" in sentence
+    assert names(replace(found, slowing=SLOWING)) == ("slow hook", "steps that grow"), "what grows is another part"
 
 
 def test_what_is_left_out_is_laid_to_a_finding_that_is_told():
@@ -432,6 +451,13 @@ def test_many_values_that_are_logged_are_told_and_a_few_are_not():
     assert judge(few, source(few)).clean
 
 
+def test_many_operations_that_move_much_are_not_tiny():
+    many = work(calls=60_000)
+    assert names(evidence(work=many)) == ("many tiny operations",)
+    assert names(evidence(work=replace(many, bytes=6e9))) == (), "100 KB each, as of a recurrent layer"
+    assert names(evidence(work=replace(many, bytes=6e9), accelerator="gpu")) == ("many tiny operations",)
+
+
 def test_a_loop_of_tiny_operations_is_told_by_its_line_and_gains_by_its_share():
     """No larger batch helps a loop over the samples of one."""
     place = "train.py, line 7, in backward"
@@ -499,6 +525,15 @@ def test_pictures_gain_by_what_decoding_one_of_them_smaller_was_timed_to_take():
     assert effect(guessed)[1] > effect(timed)[1], "a constant"
     no_smaller = replace(guessed, decoded={"PIL": Decoded(0.06, 0.06, 1.0)})
     assert effect(no_smaller) == pytest.approx((1, 1))
+
+
+def test_no_reduced_decode_is_advised_for_pictures_that_have_none():
+    settings = []
+    for kind in ("JPEG", "PNG"):
+        found = reading(PIL={"pixels": 2_000_000, "format": kind})
+        settings.append(judge(found, source(found))["images decoded at full size"].setting)
+    assert ["draft" in setting for setting in settings] == [True, False]
+    assert "PNG" in settings[1]
 
 
 def test_reading_gains_until_the_training_alone_sets_the_pace():
@@ -779,6 +814,47 @@ def test_what_writes_logs_is_told_once():
 def test_of_two_findings_with_one_cure_the_one_that_names_the_cause_is_told():
     found = evidence(shares=shares(wait=0.7), thread_cores=0.99, workers=0, given_loader=True)
     assert names(found) == ("Python in the data",)
+
+
+def test_collectives_are_the_cause_of_the_hook_or_the_logging_that_makes_them_and_of_no_other():
+    found, at = FAULTS["small collectives"], "model.py, line 9, in step"
+    in_hook = host(hooks={HOOK: 0.5}, lines=[line(at, fraction=0.4, hook=HOOK, part="other")])
+    assert names(replace(found, hosts={0: in_hook})) == ("small collectives",)
+    assert names(replace(found, hosts={0: host(lines=[line(at, fraction=0.4, package="self.log")])})) == (
+        "small collectives",
+    )
+    other = [line(at), line("watch.py, line 3, in count", hook=HOOK, part="other")]
+    assert {*names(replace(found, hosts={0: host(hooks={HOOK: 0.5}, lines=other)}))} == {
+        "small collectives", "slow hook",
+    }  # fmt: skip
+
+
+def test_garbage_of_young_objects_counts_and_one_full_collection_is_an_accident():
+    lines = [line("tree.py, line 5, in __init__", package="gc")]
+    young = evidence(hosts={0: host(garbage_fraction=0.3, young_garbage_fraction=0.2, collections=1, lines=lines)})
+    finding = judge(young, source(young))["garbage collection"]
+    assert finding.value == 0.2
+    assert "tree.py, line 5" in finding.sentence
+    accident = evidence(hosts={0: host(garbage_fraction=0.3, young_garbage_fraction=0.01, collections=1, lines=lines)})
+    assert names(replace(accident, work=work(places=()))) == ()
+
+
+def test_a_hook_of_one_rank_is_told_with_the_rank_for_which_the_others_wait():
+    slow = host(hooks={HOOK: 0.4}, lines=[line("watch.py, line 3, in count", hook=HOOK, part="other")])
+    ranks = {"world_size": 2, "rank_seconds": {0: 0.4, 1: 0.4}}
+    found = evidence(**ranks, hosts={0: host(hooks={HOOK: 0.001}), 1: slow})
+    assert names(found) == ("slow hook",)
+    assert re.search("watch.py, line 3.* rank 1 alone", judge(found, source(found))["slow hook"].sentence)
+    both = evidence(**ranks, hosts={0: slow, 1: slow})
+    assert "alone" not in judge(both, source(both))["slow hook"].sentence
+
+
+def test_whose_batches_are_larger_is_told_where_it_is_always_the_same_rank():
+    found = replace(FAULTS["uneven batches"], uneven_rank=1)
+    always, now_and_then = (judge(one, source(one))["uneven batches"] for one in (found, FAULTS["uneven batches"]))
+    assert "rank 1" in always.sentence
+    assert "rank 1" not in now_and_then.sentence
+    assert always.setting != now_and_then.setting
 
 
 def test_small_collectives_explain_why_a_larger_batch_pays():

@@ -1,5 +1,6 @@
 import gc
 import linecache
+import math
 import os
 import pickle
 import sys
@@ -28,7 +29,7 @@ from waiting import wait_until
 
 import kit
 from kit.studies.diagnosis import sampler as room
-from kit.studies.diagnosis.evidence import _epoch_starts, _uneven, growth, timed_lines
+from kit.studies.diagnosis.evidence import _epoch_starts, _uneven, growth, slowing, timed_lines
 from kit.studies.diagnosis.host import arrays_bytes, embeddings, held_bytes, objects_bytes
 from kit.studies.diagnosis.rules import RULES
 from kit.studies.diagnosis.sampler import (
@@ -42,7 +43,7 @@ from kit.studies.diagnosis.sampler import (
     summary,
     variables_of,
 )
-from kit.testing import TinyModule
+from kit.testing import TinyData, TinyModule
 from kit.trial.recorder import StepClock
 
 
@@ -88,6 +89,37 @@ def test_a_callback_is_named_with_its_line_and_loader_processes_tell_what_they_d
     assert any("test_host.py" in line["place"] for line in worker["lines"])
     assert [0 <= copied <= worker["inherited_bytes"] for _, copied in worker["copied"]] == [True, True]
     assert "StepRecorder" not in repr(host["hooks"]), "kit's own callbacks are no finding"
+
+
+class Linked:
+    def __init__(self, up):
+        self.up, self.down = up, []
+        if up is not None:
+            up.down.append(self)
+
+
+class Linking(TinyModule):
+    """Makes circles of objects, each looked through with many others that stay."""
+
+    def on_train_start(self):
+        self.kept = [{"id": number, "near": [number]} for number in range(100_000)]
+        gc.set_threshold(50, 2, 1000)
+
+    def on_train_end(self):
+        gc.set_threshold(700, 10, 10)
+
+    def training_step(self, batch, batch_idx):
+        root = Linked(None)
+        for _ in range(20_000):
+            Linked(root)
+        return super().training_step(batch, batch_idx)
+
+
+def test_garbage_that_is_collected_often_is_told_with_the_line_that_makes_it(config):
+    data = DataLoader(TensorDataset(torch.ones(80, 8), torch.ones(80, 1)), batch_size=4)
+    trial = kit.fit(config(max_steps=20, warmup_steps=3), Linking, data).wait()
+    found = kit.studies.diagnose(trial, peaks=False, short_trials=False)
+    assert "test_host.py, line" in found["garbage collection"].sentence
 
 
 class Wide(TinyModule):
@@ -329,6 +361,50 @@ def test_memory_grows_only_where_both_halves_of_a_trial_say_so():
     assert growth([(step, 1e9) for step in range(5, 30, 2)]) == 0
 
 
+def grown(seconds, count=24, **more):
+    """Steps whose forward pass takes these seconds, by their number, and noise of a twentieth."""
+    found = [*steps(count, wait=0.01, backward_seconds=0.03)]
+    for number, step in enumerate(found):
+        noise = 1 + 0.05 * math.sin(7.0 * number)
+        step["forward_seconds"] = noise * seconds(number)
+        step |= {name: value(number) for name, value in more.items()}
+    return found
+
+
+def test_steps_grow_only_where_one_part_does_and_all_the_time():
+    found = slowing(0, grown(lambda number: 0.01 + 0.001 * number))
+    assert found.part == "forward"
+    assert found.each_seconds == pytest.approx(0.001, rel=0.2)
+    assert slowing(0, grown(lambda number: 0.01)) is None, "noise alone"
+    assert slowing(0, grown(lambda number: 0.01 if number < 12 else 0.03)) is None, "another program began"
+    slower = {"backward_seconds": lambda number: 0.03 + 0.003 * number, "wait_seconds": lambda number: 0.01}
+    assert slowing(0, grown(lambda number: 0.01 + 0.001 * number, **slower)) is None, "the machine becomes slower"
+    longer = {"elements": lambda number: 100 + 10 * number}
+    assert slowing(0, grown(lambda number: 0.01 + 0.001 * number, **longer)) is None, "longer and longer samples"
+
+
+class Remembering(TinyModule):
+    """Adds up all numbers that it has ever seen, at each step."""
+
+    def __init__(self):
+        super().__init__()
+        self.seen = []
+
+    def training_step(self, batch, batch_idx):
+        self.seen += range(20_000)
+        sum(number % 101 for number in self.seen)
+        return super().training_step(batch, batch_idx)
+
+
+def test_steps_that_grow_by_what_is_kept_are_told_with_line_and_container(config):
+    data = DataLoader(TensorDataset(torch.ones(160, 8), torch.ones(160, 1)), batch_size=4)
+    trial = kit.fit(config(max_steps=40, warmup_steps=3), Remembering, data).wait()
+    found = kit.studies.diagnose(trial, peaks=False, short_trials=False)
+    assert found.names[0] == "steps that grow"
+    assert "Remembering.seen" in found[found.names[0]].sentence
+    assert "test_host.py" in found[found.names[0]].sentence
+
+
 def test_what_is_kept_is_counted_and_what_was_freed_is_not():
     before = held_bytes(torch.device("cpu"))
     kept = torch.zeros(1 << 20)
@@ -349,7 +425,9 @@ def test_what_first_steps_of_epochs_take_longer_is_told():
 
 def test_the_largest_batch_of_a_step_is_held_against_the_mean():
     ranks = [[*steps(4, rank=rank, elements=size)] for rank, size in ((0, 100), (1, 300))]
-    assert _uneven([*ranks[0], *ranks[1]]) == pytest.approx(1.5)
+    assert _uneven([*ranks[0], *ranks[1]]) == {"uneven": pytest.approx(1.5), "uneven_rank": 1}
+    ranks[0][2]["elements"] = 900
+    assert _uneven([*ranks[0], *ranks[1]])["uneven_rank"] is None, "now one, now the other"
 
 
 def spin(sampler, answers):
@@ -557,6 +635,7 @@ def test_what_pillow_decodes_is_decoded_again_smaller_and_the_gain_is_of_that(co
     trial = kit.fit(config(max_steps=8, warmup_steps=1), Shown, data).wait()
     read = trial.event("host_watched")["reads"]["PIL"]
     assert (read["pixels"], read["file"]) == (1600 * 1200, str(tmp_path / "one.jpg"))
+    assert read["format"] == "JPEG"
     found = kit.studies.diagnose(trial, peaks=False)
     timed = found.evidence.decoded["PIL"]
     assert timed.pixels_kept == pytest.approx(1 / 64)
@@ -581,6 +660,26 @@ def test_a_loader_that_is_made_anew_every_epoch_is_seen_and_hooks_of_the_data_ar
     host = trial.event("host_watched")
     assert bool(host["loaders_remade"]) is remade
     assert "[LightningDataModule]Reloaded.on_after_batch_transfer" in host["hooks"]
+
+
+class Validating(TinyModule):
+    def validation_step(self, batch, batch_idx):
+        self.log("error", self.training_step(batch, batch_idx))
+
+
+class WithValidation(TinyData):
+    def val_dataloader(self):
+        return self.train_dataloader()
+
+
+@pytest.mark.parametrize(
+    ("module", "data", "every", "said"),
+    [(Validating, WithValidation, 0, True), (Validating, WithValidation, 3, False), (Validating, TinyData, 0, False)],
+)
+def test_a_validation_that_a_trial_leaves_out_is_said_to_be_in_no_figure(config, module, data, every, said):
+    trial = kit.fit(config(max_steps=6, warmup_steps=2, validate_every_steps=every), module, data).wait()
+    notes = kit.studies.diagnose(trial, peaks=False, short_trials=False).notes
+    assert any("trial.validate_every_steps" in note for note in notes) is said
 
 
 def test_lines_of_a_part_are_together_as_long_as_the_part():

@@ -70,6 +70,8 @@ class Finding:
     """The part of the step that is longest after the change, and its share; empty where not known."""
     is_part: bool
     """Whether the value is the share of a part of a step, which the bar of the step shows."""
+    explains: tuple[str, ...]
+    """Findings that are not told beside it."""
     source: RunSource
 
     @property
@@ -410,7 +412,7 @@ _FAILS = ("device memory near its limit", "host memory near its limit")
 
 def settle(findings: Sequence[Finding]) -> tuple[list[Finding], list[str]]:
     """Findings without those that another explains or mends, the largest effect first; and what was left out."""
-    explained = {name for one in findings for name in one.rule.explains}
+    explained = {name for one in findings for name in one.explains}
     kept = [one for one in findings if one.name not in explained]
     kept.sort(key=lambda one: (one.name not in _FAILS, one.is_doubtful, -(one.predicted_gain or 0.0)))
     words, mends = list[str](), dict[str, list[str]]()
@@ -441,7 +443,7 @@ def _consequences(names: Sequence[str], findings: Mapping[str, Finding]) -> list
     """What these findings explain, and what that explains, of those that are there."""
     found = [*names]
     for name in found:  # which grows meanwhile
-        found += [one for one in findings[name].rule.explains if one in findings and one not in found]
+        found += [one for one in findings[name].explains if one in findings and one not in found]
     return found[len(names) :]
 
 
@@ -474,6 +476,7 @@ def _finding(rule: Rule, value: float, evidence: Evidence, source: RunSource) ->
         change=change, batch_size=rule.batch_size(evidence), source=source,
         predicted=widened(effect, evidence, rule.part),
         limit_next=_limit_next(rule, middle(effect), evidence),
+        explains=rule.explains(evidence) if callable(rule.explains) else rule.explains,
         is_part=rule.unit == "fraction" and abs(evidence.shares.get(rule.part, math.inf) - value) < _LEAST_SHOWN,
     )  # fmt: skip
 

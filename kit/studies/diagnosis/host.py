@@ -36,6 +36,7 @@ from kit.machine.processes import scheduled_seconds, thread_usage
 from kit.studies.diagnosis.sampler import (
     MOST_WORKERS,
     PAGE_BYTES,
+    Garbage,
     Sampler,
     WatchedLoop,
     copied_bytes,
@@ -95,21 +96,6 @@ def held_bytes(device: torch.device) -> int | None:
     return on_device or None
 
 
-class Garbage:
-    """The seconds that Python's garbage collection takes."""
-
-    def __init__(self) -> None:
-        self.seconds, self.collections = 0.0, 0
-        self._began = 0.0
-
-    def __call__(self, phase: str, info: dict[str, int]) -> None:
-        if phase == "start":
-            self._began = time.perf_counter()
-        elif self._began:
-            self.seconds += time.perf_counter() - self._began
-            self.collections += info.get("generation") == 2
-
-
 class HostWatch(Callback):
     """Watches from the first step after the warm-up to the end of the last, and writes once."""
 
@@ -152,6 +138,8 @@ class HostWatch(Callback):
             }  # fmt: skip
             self._sampler = Sampler(self._clock)
             self._sampler.start()
+        if self._sampler is not None:
+            self._sampler.step += 1
 
     @override
     def on_train_batch_end(
@@ -214,6 +202,7 @@ class HostWatch(Callback):
                 if name.startswith(_HOOKS) and name.partition("]")[2].rpartition(".")[0] not in mine
             },
             garbage_fraction=self._garbage.seconds / wall,
+            young_garbage_fraction=self._garbage.young_seconds / wall,
             collections=self._garbage.collections,
             threads=[{"name": name, "cores": share, **told.get(name, {"place": ""})} for name, share in cores.items()],
             grown={

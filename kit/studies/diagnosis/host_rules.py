@@ -10,10 +10,10 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from kit.records.trace import BESIDE_TRAINING
-from kit.studies.diagnosis.evidence import Evidence
-from kit.studies.diagnosis.rule import MANY_STEPS, SLIVER, Change, Range, Rule, agreed, without, without_part
-from kit.studies.diagnosis.sampler import DRAWERS, LOGGERS, SELF_LOG
+from kit.records.trace import BESIDE_TRAINING, PHASE_LABELS
+from kit.studies.diagnosis.evidence import LEAST_STEPS, Evidence, Slowing, most_seen
+from kit.studies.diagnosis.rule import MANY_STEPS, SLIVER, WAITS, Change, Range, Rule, agreed, without, without_part
+from kit.studies.diagnosis.sampler import DRAWERS, GARBAGE, LOGGERS, SELF_LOG
 from kit.studies.diagnosis.unit_costs import PAGE_BYTES
 from kit.units import format_bytes, format_count, format_seconds
 
@@ -60,9 +60,10 @@ def _validation_change(found: Evidence) -> Change:
 # -- hooks and drawing
 
 
-def _drawn(found: Evidence) -> list[Mapping[str, Any]]:
+def _drawn(found: Evidence, rank: int | None = None) -> list[Mapping[str, Any]]:
     """Lines that draw or log. To log a few values is no more than any step does, and a GPU works on meanwhile."""
-    drawn = [line for line in _lines(found) if line["package"] in DRAWERS and line["part"] not in ("wait", "worker")]
+    lines = _lines(found) if rank is None else found.hosts[rank].get("lines", ())
+    drawn = [line for line in lines if line["package"] in DRAWERS and line["part"] not in ("wait", "worker")]
     own = math.fsum(line["fraction"] for line in drawn if line["package"] == SELF_LOG)
     return drawn if own >= 2 * SLIVER and not found.on_gpu else [one for one in drawn if one["package"] != SELF_LOG]
 
@@ -82,7 +83,7 @@ def drawing_hook(found: Evidence) -> str | None:
     drawn = _drawn(found)
     if not drawn or (_drawing(found) or 0.0) < _TWENTIETH:
         return None
-    hooks, most = {str(line["hook"]) for line in drawn}, _hooks(found)
+    hooks, most = {str(line["hook"]) for line in drawn}, _hooks(found, min(found.hosts))
     if len(hooks) == 1 and most.get(hook := hooks.pop()) == 0.0:
         return hook
     return "" if all(line["package"] in LOGGERS for line in drawn) else None
@@ -112,7 +113,7 @@ def _no_tensors(found: Evidence) -> list[Mapping[str, Any]]:
     known = found.work.places if found.work is not None else None
     return [
         line for line in _lines(found)
-        if line["part"] == "forward" and line["place"] and line["package"] not in (*_TENSORS, *DRAWERS)
+        if line["part"] == "forward" and line["place"] and line["package"] not in (*_TENSORS, *DRAWERS, GARBAGE)
         and line["place"] not in (known or ())
     ]  # fmt: skip
 
@@ -132,12 +133,12 @@ def _python_sentence(found: Evidence, value: float) -> str:
     )
 
 
-def _hooks(found: Evidence) -> dict[str, float]:
+def _hooks(found: Evidence, rank: int) -> dict[str, float]:
     """The share of each hook without what it draws and logs; 0 where that is most of it."""
-    hooks = dict[str, float]()
-    for name, share in found.host.get("hooks", {}).items():
+    hooks, drawing = dict[str, float](), _drawn(found, rank)
+    for name, share in found.hosts[rank].get("hooks", {}).items():
         if name.rpartition(".")[2] not in _HOOKS_OF_PARTS:
-            drawn = math.fsum(line["fraction"] for line in _drawn(found) if line["hook"] == name)
+            drawn = math.fsum(line["fraction"] for line in drawing if line["hook"] == name)
             hooks[name] = share - drawn if drawn < _MOST_OF_HOOK * share else 0.0
     return hooks
 
@@ -147,20 +148,25 @@ _MOST_OF_HOOK = 0.8
 
 
 def slowest_hook(found: Evidence) -> tuple[str, float]:
-    """The hook that takes most beside drawing and logging, and that share."""
-    hooks = _hooks(found)
-    worst = max(hooks, key=hooks.__getitem__, default="")
-    return worst, hooks.get(worst, 0.0)
+    """The hook that takes most beside drawing and logging, and that share, on the rank where it takes most."""
+    return _slowest(found)[1:]
+
+
+def _slowest(found: Evidence) -> tuple[int, str, float]:
+    hooks = [(rank, name, share) for rank in found.hosts for name, share in _hooks(found, rank).items()]
+    return max(hooks, key=lambda hook: hook[2], default=(0, "", 0.0))
 
 
 def _hook_sentence(found: Evidence, value: float) -> str:
-    name, drawn = slowest_hook(found)[0], _drawn(found)
-    lines = (line for line in _lines(found) if line["hook"] == name and line["place"] and line not in drawn)
-    place = next((line["place"] for line in lines), "")
+    rank, name, _share = _slowest(found)
+    drawn = _drawn(found, rank)
+    own = (line for line in found.hosts[rank].get("lines", ()) if line["hook"] == name)
+    place = next((line["place"] for line in own if line["place"] and line not in drawn), "")
+    others = [host.get("hooks", {}).get(name, 0.0) for other, host in found.hosts.items() if other != rank]
+    alone = f", on rank {rank} alone, for which the others wait" if others and max(others) < value / 2 else ""
+    at = f", at {place}" if place else ""
     seconds = format_seconds(value * found.step_seconds)
-    return (
-        f"{name.partition(']')[2]} takes {value:.0%} of the time, {seconds} a step{f', at {place}' if place else ''}."
-    )
+    return f"{name.partition(']')[2]} takes {value:.0%} of the time, {seconds} a step{at}{alone}."
 
 
 def _hook_effect(found: Evidence) -> Range:
@@ -170,8 +176,15 @@ def _hook_effect(found: Evidence) -> Range:
 
 
 def _garbage(found: Evidence) -> float | None:
-    share = found.host.get("garbage_fraction")
-    return share if share is None or found.host.get("collections", 0) >= _FULL_COLLECTIONS else 0.0
+    host = found.host
+    is_much = host.get("collections", 0) >= _FULL_COLLECTIONS
+    return host.get("garbage_fraction") if is_much or not host else host.get("young_garbage_fraction", 0.0)
+
+
+def _garbage_sentence(found: Evidence, value: float) -> str:
+    place = next((line["place"] for line in _lines(found) if line["package"] == GARBAGE and line["place"]), "")
+    at = f", most often at {place}" if place else ""
+    return f"Python collects garbage {value:.0%} of the time ({found.host.get('collections', 0)} full collections){at}."
 
 
 # -- threads
@@ -305,6 +318,15 @@ def _collectives_effect(found: Evidence) -> Range | None:
     return without(0.75 * share, share) if share else None
 
 
+def _collectives_explain(found: Evidence) -> tuple[str, ...]:
+    """Also the hook or the logging that makes most of them."""
+    places = {place for place, _ in found.work.collective_places} if found.work else set[str]()
+    hooks, drawn = {line["hook"] for line in _lines(found) if line["place"] in places}, _drawn(found)
+    by_hook = ("slow hook",) if slowest_hook(found)[0] in hooks else ()
+    by_log = ("drawing or logging in the step",) if drawn and drawn[0]["place"] in places else ()
+    return ("communication", "many tiny operations", "batch too small", *by_hook, *by_log)
+
+
 # -- memory
 
 
@@ -354,15 +376,86 @@ def _grows(found: Evidence) -> float | None:
     return found.growth_bytes * MANY_STEPS / found.host_limit_bytes
 
 
-def _grows_sentence(found: Evidence, _: float) -> str:
+def _grown(found: Evidence) -> str:
+    """The container that grew most, in words; empty where none did."""
     grown = found.host.get("grown", {})
     name = max(grown, key=lambda one: grown[one][1] - grown[one][0], default="")
-    what = f"; {name} grew from {grown[name][0]} to {grown[name][1]} entries meanwhile" if name else ""
+    return f"; {name} grew from {grown[name][0]} to {grown[name][1]} entries meanwhile" if name else ""
+
+
+def _grows_sentence(found: Evidence, _: float) -> str:
     left = (found.host_limit_bytes or 0) - (found.host_bytes or 0)
     steps = format_count(max(0.0, left) / max(1.0, found.growth_bytes or 1.0))
     return (
-        f"Every step adds {format_bytes(found.growth_bytes or 0)} of memory that is not given back{what}: the machine "
-        f"is full after {steps} steps."
+        f"Every step adds {format_bytes(found.growth_bytes or 0)} of memory that is not given back{_grown(found)}: the "
+        f"machine is full after {steps} steps."
+    )
+
+
+# -- steps that take longer and longer
+
+
+def _slows(found: Evidence) -> float | None:
+    if not found.shares or found.batches < LEAST_STEPS * found.world_size:
+        return None
+    first, last = found.slowing.step_seconds if found.slowing is not None else (1.0, 1.0)
+    return last / first if first > 0 else 1.0
+
+
+def _slowing(found: Evidence) -> Slowing:
+    """Where the rule has found it.
+
+    Raises:
+        ValueError: where it has not.
+    """
+    if found.slowing is None:
+        raise ValueError("no part of these steps takes longer and longer")
+    return found.slowing
+
+
+def _slows_sentence(found: Evidence, _: float) -> str:
+    slow = _slowing(found)
+    (first, last), label = slow.step_seconds, PHASE_LABELS.get(slow.part, slow.part)
+    host = found.hosts.get(slow.rank, {})
+    later = (line for line in host.get("lines", ()) if line["part"] == slow.part and _is_late(line, host))
+    share, where, _package = most_seen(later)
+    at = f", {where}" if share >= _TWENTIETH else ""
+    return (
+        f"Steps take longer and longer: {format_seconds(first)} at first, {format_seconds(last)} {slow.steps:.0f} "
+        f"steps later, by what grows in {label}{at}{_grown(found)}. After 1,000 steps more that is "
+        f"{format_seconds(last + 1000 * slow.each_seconds)} a step."
+    )
+
+
+def _is_late(line: Mapping[str, Any], host: Mapping[str, Any]) -> bool:
+    """Whether a line takes more and more: what always takes as long is seen as much in the first half of the steps."""
+    seen = max(1.0, line["fraction"] * host.get("samples", 1))
+    return bool(line.get("middle", 0.0) >= 0.5 + 2 / math.sqrt(12 * seen))
+
+
+def _slows_effect(found: Evidence) -> Range:
+    """As fast as in the first third, at least; at most without all that has been added since the first step."""
+    slow = _slowing(found)
+    now, since = found.shares.get(slow.part, 0.0) * found.step_seconds, slow.each_seconds * slow.before
+    low, high = (now - slow.part_seconds, now - max(0.0, slow.part_seconds - since))
+    return without(low / found.step_seconds, high / found.step_seconds)
+
+
+def _slows_explains(found: Evidence) -> tuple[str, ...]:
+    """What else is said of the part that grows."""
+    small = ("batch too small", "many tiny operations")
+    of_part = {
+        "wait": (*WAITS, "Python in the data", "no prefetch"), "forward": ("Python in the step", *small),
+        "other": ("slow hook", *small), "optimizer": ("slow hook", *small),
+    }  # fmt: skip
+    return of_part.get(_slowing(found).part, ())
+
+
+def _uneven_sentence(found: Evidence, value: float) -> str:
+    whose = "" if found.uneven_rank is None else f", nearly always that of rank {found.uneven_rank},"
+    return (
+        f"The ranks get batches of different sizes: the largest of a step{whose} is {value:.2g} times the mean, and "
+        "the others wait for it."
     )
 
 
@@ -416,13 +509,13 @@ HOST_RULES: tuple[Rule, ...] = (
         explains=("many tiny operations", "sync in the step", "batch too small"),
     ),
     Rule(
-        name="garbage collection", looks_at="share of the time in Python's garbage collection, of three full ones and "
-        "more", unit="fraction", threshold=_TWENTIETH, source="kit: one or two are an accident of a short trial",
+        name="garbage collection", looks_at="share of the time in Python's garbage collection, of full ones from three "
+        "on", unit="fraction", threshold=_TWENTIETH, source="kit: one or two are an accident of a short trial",
         needs="watched steps", part="other", measure=_garbage,
-        sentence=lambda found, value: f"Python collects garbage {value:.0%} of the time "
-        f"({found.host.get('collections', 0)} full collections).",
-        setting=lambda _: "no gc.collect() in a step; gc.freeze() after everything is loaded",
-        effect=lambda found: without(0.95 * found.host["garbage_fraction"], found.host["garbage_fraction"]),
+        sentence=_garbage_sentence,
+        setting=lambda _: "no gc.collect() in a step; gc.freeze() after everything is loaded, and gc.set_threshold not "
+        "below Python's own",
+        effect=lambda found: without(0.95 * (_garbage(found) or 0.0), _garbage(found)),
         explains=("slow hook", "Python in the step", "batch too small"),
     ),
     Rule(
@@ -455,6 +548,14 @@ HOST_RULES: tuple[Rule, ...] = (
         setting=lambda _: "what keeps tensors from step to step: loss.detach() or loss.item() in a list of losses",
     ),
     Rule(
+        name="steps that grow", looks_at="the median step of the last third of the trial over that of the first, where "
+        "one part grows throughout and the batches and the rest of the step do not", unit="ratio", threshold=1.1,
+        source="kit: what every step adds is soon most of a long run", needs=f"{LEAST_STEPS} timed steps",
+        measure=_slows, sentence=_slows_sentence, effect=_slows_effect, explains=_slows_explains,
+        setting=lambda _: "what is kept from step to step: keep a sum and a count, or the last so many; what needs all "
+        "of it once an epoch",
+    ),
+    Rule(
         name="page faults", looks_at="gain of the same steps with freed memory kept, measured, at its lower end",
         unit="ratio", threshold=1.15, source="kit: glibc gives large arrays back to the system when they are freed, "
         "and each 4 KiB of the next one is a page fault; asked where these take 15 % of the time of the training "
@@ -479,9 +580,9 @@ HOST_RULES: tuple[Rule, ...] = (
         name="uneven batches", looks_at="numbers in a step's largest batch over those in the mean one", unit="ratio",
         threshold=1.2, source="kit: a step lasts as long as its largest batch", needs="several ranks",
         measure=lambda found: found.uneven if found.world_size > 1 else None, part="backward",
-        sentence=lambda _, value: f"The ranks get batches of different sizes: the largest of a step is "
-        f"{value:.2g} times the mean, and the others wait for it.",
-        setting=lambda _: "your sampler: batches of like length to all ranks in the same step",
+        sentence=_uneven_sentence,
+        setting=lambda found: "your sampler: batches of like length to all ranks in the same step"
+        if found.uneven_rank is None else "how samples are shared out: shuffled, or by length in turn",
         effect=_uneven_effect, explains=("stragglers", "communication"),
     ),
     Rule(
@@ -491,6 +592,6 @@ HOST_RULES: tuple[Rule, ...] = (
         sentence=lambda found, value: f"A step makes {value:.0f} collectives of its own, most of them at "
         f"{found.work.collective_places[0][0] if found.work else ''}: each waits for all ranks.",
         setting=lambda _: "one collective for all values: stack them, or log with sync_dist at the end of the epoch",
-        effect=_collectives_effect, explains=("communication", "many tiny operations", "batch too small"),
+        effect=_collectives_effect, explains=_collectives_explain,
     ),
 )  # fmt: skip

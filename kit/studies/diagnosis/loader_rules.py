@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 from kit.studies.diagnosis.evidence import Evidence
 from kit.studies.diagnosis.rule import MANY_STEPS, SLIVER, WAITS, Range, Rule, gone_from_reading, without, without_part
 from kit.studies.diagnosis.sampler import COMPUTING, MAKING
-from kit.units import format_bytes, format_count, format_seconds
+from kit.units import format_bytes, format_count, format_seconds, plural
 
 _DECODED_AGAIN = (4.0, 12.0)
 """How many times as fast a JPEG is decoded at an eighth of its size, where none could be timed: Huffman decoding
@@ -153,6 +153,17 @@ def _full_size_sentence(found: Evidence, value: float) -> str:
     return (
         f"Pictures are decoded at {value:.0f} times the pixels that the model gets{at}: {read.share:.0%} of the time "
         "of who reads."
+    )
+
+
+def _full_size_setting(found: Evidence) -> str:
+    read = _picture(found)
+    kind = read.sizes.get("format", "JPEG") if read is not None else "JPEG"
+    if kind not in ("JPEG", "MPO"):
+        return f"your files: smaller ones, made once beforehand; there is no reduced decode of a {kind}"
+    return (
+        "your dataset: a reduced decode (Pillow's image.draft('RGB', size) before it is loaded, OpenCV's "
+        "IMREAD_REDUCED_COLOR_8), or smaller files"
     )
 
 
@@ -387,8 +398,7 @@ LOADER_RULES: tuple[Rule, ...] = (
         "eighth of its size for less", needs="watched processes that make pictures",
         measure=_full_size,
         sentence=_full_size_sentence, part="wait",
-        setting=lambda _: "your dataset: a reduced decode (Pillow's image.draft('RGB', size) before it is loaded, "
-        "OpenCV's IMREAD_REDUCED_COLOR_8), or smaller files",
+        setting=_full_size_setting,
         effect=_full_size_effect,
         explains=(*WAITS, "no prefetch", "Python in the data", "all cores busy", "one row of a large chunk"),
     ),
@@ -445,15 +455,15 @@ LOADER_RULES: tuple[Rule, ...] = (
         name="workers start slowly", looks_at="seconds until the first batch, where workers are new interpreters",
         unit="count", threshold=3.0, source="kit: each imports all that the dataset needs", needs="loader processes",
         measure=_slow_start, explains=("loader start-up",),
-        sentence=lambda found, value: f"{_workers(found)} workers are started as new interpreters, which import "
-        f"everything again: the first batch came after {format_seconds(value)}.",
+        sentence=lambda found, value: "Every worker is started as a new interpreter, which imports everything again: "
+        f"with {plural(_workers(found), 'worker')} the first batch came after {format_seconds(value)}.",
         setting=lambda _: "multiprocessing_context='fork', fewer workers, or imports within the functions that need "
         "them",
     ),
     Rule(
         name="workers started every epoch", looks_at="share of the time that first steps of epochs take longer",
         unit="fraction", threshold=SLIVER, source="kit", needs="watched steps", measure=_restarts,
-        sentence=lambda found, value: f"{_workers(found)} workers are started anew at every epoch: that takes "
+        sentence=lambda found, value: f"At every epoch {plural(_workers(found), 'worker')} must start anew: that takes "
         f"{value:.0%} of the time.",
         setting=lambda _: "persistent_workers=True of your DataLoader",
         effect=lambda found: without(0.8 * (found.epoch_start_fraction or 0.0), found.epoch_start_fraction),

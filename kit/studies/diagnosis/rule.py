@@ -61,7 +61,7 @@ class Rule:
     """Throughput after the change over throughput before, from and to."""
     part: str = ""
     """The part of a step that the change makes shorter."""
-    explains: tuple[str, ...] = ()
+    explains: tuple[str, ...] | Callable[[Evidence], tuple[str, ...]] = ()
     """Findings that this one is the cause of, which are then not told beside it."""
 
 

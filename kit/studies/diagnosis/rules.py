@@ -261,10 +261,13 @@ def _calls(found: Evidence) -> float | None:
     if found.work is None or not found.work.calls or not found.train_seconds > 0:
         return None
     per_call = found.train_seconds / found.work.calls
-    return found.work.calls if per_call <= _TINY_CALL_SECONDS else 0.0
+    moving = 0.0 if found.on_gpu else found.work.bytes / found.world_size / _CORE_BYTES_PER_SECOND
+    return found.work.calls if per_call <= _TINY_CALL_SECONDS and moving < found.train_seconds / 2 else 0.0
 
 
 _TINY_CALL_SECONDS = 20e-6
+_CORE_BYTES_PER_SECOND = 1e10
+"""What one core reads and writes at about. A recurrent layer of 64 sequences is many operations, each of 120 KB."""
 
 
 def _calls_sentence(found: Evidence, value: float) -> str:

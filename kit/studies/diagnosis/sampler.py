@@ -80,7 +80,8 @@ _ORDERS = "sampler"
 _DECODERS = ("PIL", "cv2", "torchvision")
 MAKING = ("wait", "worker")
 """Parts in which data is made."""
-COMPUTING = ("", "torch", "numpy", "lightning", "pytorch_lightning", "kit", _ORDERS)
+GARBAGE = "gc"
+COMPUTING = ("", "torch", "numpy", "lightning", "pytorch_lightning", "kit", GARBAGE, _ORDERS)
 """Packages that neither read nor decode; the empty one is Python's own or not known."""
 _NO_DECODERS = {*COMPUTING, *_READERS} - {"PIL"}
 _MOST_MAKING, _MOST_COLOURS = 12, 4
@@ -106,6 +107,10 @@ class Sampler:
         self._clock = clock
         self.lines: dict[tuple[str, str, str, int, str, str], float] = {}
         """Seconds by part, hook, file, line, function and the package that was called."""
+        self.step = 0
+        """Which step it is, where somebody counts them."""
+        self.moments: dict[tuple[str, str, str, int, str, str], float] = {}
+        """Of a line its seconds, each times its step: of one that takes more and more, more of them are late."""
         self.reads: dict[str, dict[str, Any]] = {}
         """The last read of a kind that was seen."""
         self.made: dict[CodeType, Made] = {}
@@ -195,11 +200,14 @@ class Sampler:
             self.idle_seconds += seconds
         key = (part, hook, *line)
         if len(self.lines) < MOST_LINES or key in self.lines:
+            self.moments[key] = self.moments.get(key, 0.0) + seconds * self.step
             self.lines[key] = self.lines.get(key, 0.0) + seconds
 
     def _line(self, frame: FrameType | None, making_seconds: float = 0.0) -> tuple[tuple[str, int, str, str], bool]:
         """The innermost line of the user's code with the package that it called, and whether a batch was being made."""
         package, named, fetched, depth, is_fetching = "", "", "", 0, False
+        if frame is not None and frame.f_code is Garbage.__call__.__code__:
+            named = GARBAGE  # which answers as soon as garbage has been collected
         while frame is not None and depth < _MOST_DEPTH:
             file = frame.f_code.co_filename
             own, found = kind_of(file)
@@ -225,7 +233,7 @@ class Sampler:
     def _note_read(self, package: str, frame: FrameType) -> None:
         found = read_of(package, frame)
         if found is not None:
-            self.reads[package] = found
+            self.reads[package] = {**self.reads.get(package, {}), **found}
 
     def _note_made(self, package: str, frame: FrameType | None, seconds: float) -> None:
         """What the user's functions that run have at hand of a picture, and what they call, up to the loader."""
@@ -240,6 +248,23 @@ class Sampler:
                 if decoder and made.picture.get("pixels", 0) > before.get("pixels", math.inf):  # not of a chunk
                     self.reads[decoder] = dict(made.picture)
             frame = frame.f_back
+
+
+class Garbage:
+    """The seconds that Python's garbage collection takes, and of those the ones of collections that are not full."""
+
+    def __init__(self) -> None:
+        self.seconds, self.young_seconds, self.collections = 0.0, 0.0, 0
+        self._began = 0.0
+
+    def __call__(self, phase: str, info: dict[str, int]) -> None:
+        if phase == "start":
+            self._began = time.perf_counter()
+        elif self._began:
+            spent, is_full = time.perf_counter() - self._began, info.get("generation") == 2
+            self.seconds += spent
+            self.young_seconds += 0.0 if is_full else spent
+            self.collections += is_full
 
 
 def _is_alone() -> bool:
@@ -476,7 +501,8 @@ def read_of(package: str, frame: FrameType) -> dict[str, Any] | None:
         size = getattr(seen, "size", None)
         if not isinstance(size, tuple) or len(size) != 2:
             return None
-        return {"pixels": int(size[0] * size[1]), **_jpeg_of(frame)}
+        kind = getattr(seen, "format", None)  # none of what was made of a picture
+        return {"pixels": int(size[0] * size[1]), **({"format": str(kind)} if kind else {}), **_jpeg_of(frame)}
     if package == "npz":
         name = variables.get("key")
         members = getattr(getattr(seen, "zip", None), "NameToInfo", {})
@@ -575,12 +601,13 @@ def copied_bytes(worker: Mapping[str, Any]) -> int | None:
 
 
 def summary(sampler: Sampler, cells: dict[str, tuple[str, str]]) -> dict[str, Any]:
-    """Fractions of the time: the lines seen most, and what readers read."""
+    """Fractions of the time: the lines seen most, at which of the steps on average, and what readers read."""
     total = sampler.seconds or 1.0
     most = sorted(dict(sampler.lines).items(), key=lambda item: -item[1])[:_TOLD]
     lines = [
         {"part": part, "hook": hook, "place": describe((file, number, function), cells) if file else "",
-         "package": package, "fraction": seconds / total}
+         "package": package, "fraction": seconds / total,
+         "middle": sampler.moments[part, hook, file, number, function, package] / (seconds * (sampler.step or 1))}
         for (part, hook, file, number, function, package), seconds in most
     ]  # fmt: skip
     parts: dict[str, float] = {}
