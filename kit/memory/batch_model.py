@@ -13,9 +13,11 @@ from them; else each is recorded, as before.
 
 largest_batch: how many samples fit, found on replays and confirmed by one real recording at the answer. The search
 doubles the batch until it no longer fits, then halves the gap. Where kernels are others at the answer than where it
-started, it goes on from recordings there. "Fits" is the verdict `fits` or `fits if`, with the high end of what is
-held outside the allocator, so a tight batch is too large. Known error: the allocator's rounding makes reserved bytes
-rise unevenly, and a larger batch than the one found may happen to fit.
+started, it goes on from recordings there. Where every size has to be recorded, each of some seconds, a line through the
+last two says which to record next, and the answer is one of which `COARSE_FRACTION` more does not fit. "Fits" is the
+verdict `fits` or `fits if`, with the high end of what is held outside the allocator, so a tight batch is too large.
+Known error: the allocator's rounding makes reserved bytes rise unevenly, and a larger batch than the one found may
+happen to fit.
 """
 
 from __future__ import annotations
@@ -245,6 +247,10 @@ class MemoryModel:
 
 
 MOST_SAMPLES = 1 << 20
+COARSE_FRACTION = 0.01
+"""How far, where every size has to be recorded, the largest batch may lie below the first that does not fit."""
+_FARTHEST = 16
+"""Times a batch that the next one to be recorded may be."""
 _COLUMNS = ("batch", "verdict", "allocated", "reserved", "outside")
 
 
@@ -257,7 +263,7 @@ class LargestBatch:
     estimate: MemoryEstimate
     """At `batch_size`, from a real recording; at 1 when not even that fits."""
     next_estimate: MemoryEstimate | None
-    """At the next larger batch; None when none larger was tried."""
+    """At the next larger batch that was tried; None when none larger was."""
     reasons: tuple[str, ...]
 
     def __repr__(self) -> str:
@@ -320,8 +326,8 @@ def largest_batch(
     return search(MemoryModel(query, target, timeout_seconds))
 
 
-def search(model: MemoryModel) -> LargestBatch:
-    """The largest batch for a model that was recorded already.
+def search(model: MemoryModel, most: int = MOST_SAMPLES) -> LargestBatch:
+    """The largest batch, `most` at most, for a model that was recorded already.
 
     Raises:
         KitError: what `predict_memory` raises.
@@ -329,44 +335,82 @@ def search(model: MemoryModel) -> LargestBatch:
     at_one = model.estimate(1)
     if not at_one.may_fit:
         return LargestBatch(batch_size=0, estimate=at_one, next_estimate=None, reasons=(at_one.reasons[0],))
-    fails = 2
-    while fails <= MOST_SAMPLES and model.estimate(fails).may_fit:
-        fails *= 2
-    fits, fails = _halve(1, fails, model.estimate)
-    reasons = [model.reason] if model.reason else []
+    own = model.batch_size
+    model.estimate(own if own > 1 else _SMALLEST_SIZES[0])  # the second size, which may tell all others
+    reasons = []
+    if model.knows():
+        fails = 2
+        while fails <= most and model.estimate(fails).may_fit:
+            fails *= 2
+        fits, fails = _halve(1, fails, model.estimate, most)
+    else:
+        fits, fails = _approach(at_one, max(own, _SMALLEST_SIZES[0]), model.estimate, most)
+    reasons += [model.reason] if model.reason else []
+    if fails - fits > 1 and fails <= most:
+        reasons.append(f"each size has to be recorded, so the answer lies between {fits} and {fails}")
     scaling = model.scaling()
     if scaling is not None and (differs := scaling.differs_from(model.recorded(fits))):
         reasons.append(f"replays from {model.batch_size} do not predict {fits}, so recordings near it do: {differs}")
         model = MemoryModel(model.query, model.target, model.timeout_seconds, near=fits)
-        fits, fails = _halve(*_around(fits, model.estimate), model.estimate)
+        fits, fails = _halve(*_around(fits, model.estimate, most), model.estimate, most)
         fits = max(1, fits)
     estimate = _recorded(model, fits)
     if not estimate.may_fit:
         reasons.append(f"replays said that {fits} fit, a recording at {fits} says otherwise: {estimate.reasons[0]}")
-        fits, fails = _halve(0, fits, lambda batch_size: _recorded(model, batch_size))
+        fits, fails = _halve(0, fits, lambda batch_size: _recorded(model, batch_size), most)
         estimate = _recorded(model, max(1, fits))
     else:
         reasons.append(f"a recording at {fits} confirms it")
-    following = None if fails > MOST_SAMPLES else model.estimate(fails)
-    reasons.append(f"{fails}: {following.reasons[0]}" if following else f"the search ended at {MOST_SAMPLES} samples")
+    following = None if fails > most else model.estimate(fails)
+    reasons.append(f"{fails}: {following.reasons[0]}" if following else f"the search ended at {most} samples")
     return LargestBatch(batch_size=fits, estimate=estimate, next_estimate=following, reasons=tuple(reasons))
 
 
-def _halve(fits: int, fails: int, estimate: Callable[[int], MemoryEstimate]) -> tuple[int, int]:
+def _approach(
+    at_one: MemoryEstimate, size: int, estimate: Callable[[int], MemoryEstimate], most: int
+) -> tuple[int, int]:
+    """One that fits below one that does not, close enough, by few estimates; the first of them is of `size`."""
+    spare_bytes, before, fits, fails, by_line = {1: _spare_bytes(at_one)}, 1, 1, most + 1, False
+    size = min(size, most)
+    while True:
+        found = estimate(size)
+        spare_bytes[size] = _spare_bytes(found)
+        before, fits, fails = (fits, size, fails) if found.may_fit else (before, fits, size)
+        is_between = fails in spare_bytes
+        step = max(1, int(COARSE_FRACTION * (fails if is_between else fits)))
+        if fits >= most or (is_between and fails - fits <= step):
+            return fits, fails
+        by_line = not (is_between and by_line)  # else halved, as reserved bytes rise in steps
+        low, high = (fits, fails) if is_between else (before, fits)
+        needed = (spare_bytes[low] - spare_bytes[high]) / (high - low)  # bytes for each sample
+        aim = int(fits + spare_bytes[fits] / needed) if needed > 0 else most
+        if is_between:
+            size = min(max(aim, fits + step), fails - step) if by_line else max(fits + 1, math.isqrt(fits * fails))
+        else:
+            size = min(max(aim, fits + step), _FARTHEST * fits, most)
+
+
+def _spare_bytes(found: MemoryEstimate) -> int:
+    return found.capacity_bytes - found.total_bytes[1]
+
+
+def _halve(fits: int, fails: int, estimate: Callable[[int], MemoryEstimate], most: int) -> tuple[int, int]:
     """Neighbours, of which the first fits and the second does not."""
-    if fails > MOST_SAMPLES:
-        return MOST_SAMPLES, fails
+    if fails > most:
+        if most == fits or estimate(most).may_fit:
+            return most, most + 1
+        fits, fails = max(fits, fails // 2), most
     while fails - fits > 1:
         middle = (fits + fails) // 2
         fits, fails = (middle, fails) if estimate(middle).may_fit else (fits, middle)
     return fits, fails
 
 
-def _around(batch_size: int, estimate: Callable[[int], MemoryEstimate]) -> tuple[int, int]:
+def _around(batch_size: int, estimate: Callable[[int], MemoryEstimate], most: int) -> tuple[int, int]:
     """One that fits below one that does not, looking ever further from `batch_size`; 0 is taken to fit."""
     step = 1 if estimate(batch_size).may_fit else -1
     last, gap = batch_size, 1
-    while 0 < (following := batch_size + step * gap) <= MOST_SAMPLES and estimate(following).may_fit == (step > 0):
+    while 0 < (following := batch_size + step * gap) <= most and estimate(following).may_fit == (step > 0):
         last, gap = following, 2 * gap
     return (last, following) if step > 0 else (max(0, following), last)
 

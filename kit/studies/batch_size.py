@@ -97,7 +97,7 @@ def find_batch_size(
     config: Any = None, module: Any = None, data: Any = None, *, start: int | None = None,
     most: int = MOST_SAMPLES, resolution: float = 0.02,
 ) -> BatchSearch:  # fmt: skip
-    """Search for the largest batch that fits each device by trying it. Returns at once.
+    """Search for the largest batch that fits each device by trying it. Returns when the first size is predicted.
 
     Args:
         config: What would run; the default config when left out.
@@ -131,7 +131,7 @@ def find_batch_size(
     first, model = config.loader.batch_size, None
     try:
         model = memory_model(config, module, data)
-        predicted = search(model)
+        predicted = search(model, most)
         if predicted.estimate.complete:
             first = max(1, predicted.batch_size)
             reason = f"started from {first}: that is predicted to fit"

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from kit.errors import ConfigError, KitWarning
-from kit.memory import recordings
+from kit.memory import batch_model, recordings
 from kit.memory.batch_model import largest_batch, memory_model
 from kit.memory.prediction import predict_memory
 from kit.memory.variations import what_if
@@ -202,6 +202,28 @@ def test_the_largest_batch_is_found_by_recordings_where_replays_cannot_tell(conf
     assert found.next_estimate.batch_size == found.batch_size + 1
 
 
+@pytest.mark.slow
+def test_the_largest_batch_is_found_by_few_recordings_where_every_size_needs_one(config, monkeypatch):
+    recorded = []
+    record = batch_model.recordings_of
+    monkeypatch.setattr(
+        batch_model, "recordings_of", lambda asked, *_: (recorded.extend(asked.batch_sizes), record(asked))[1]
+    )
+    found = largest_batch(config(), Stairs, data, device="8 GiB", timeout_seconds=PATIENCE_SECONDS)
+    assert found.batch_size > 100
+    assert found.estimate.fits
+    assert not found.next_estimate.fits
+    assert found.next_estimate.batch_size <= 1.02 * found.batch_size
+    assert len({*recorded}) < 20, recorded
+
+
+def test_no_batch_above_the_most_that_is_asked_for_is_looked_at(config):
+    model = memory_model(config(), Deep, data, device=CARD)
+    found = batch_model.search(model, most=100)
+    assert (found.batch_size, found.next_estimate) == (100, None)
+    assert "ended at 100" in found.reasons[-1]
+
+
 # -- what if
 
 
@@ -285,9 +307,7 @@ def test_a_variation_that_cannot_run_is_a_row_with_its_reason(config):
         device=CARD,
     )
     assert [row.estimate is None for row in table] == [False, True, True, True]
-    for row, reason in zip(
-        table[1:], ("2 replicas × 4 devices each = 8", "unexpected keyword", "no such width"), strict=True
-    ):
+    for row, reason in zip(table[1:], ("2 replicas × 4 devices each = 8", "no 'hidth'", "no such width"), strict=True):
         assert reason in row.reason
         assert f"- {row}: {row.reason}" in repr(table)
 
