@@ -11,6 +11,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from recordings import training_recording
+from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import DataLoader, TensorDataset
 from waiting import PATIENCE_SECONDS
 
@@ -185,6 +186,17 @@ def test_an_equal_question_is_answered_without_a_process(config, monkeypatch):
     assert predict_memory(config(max_steps=99), Wide, data, device="A100-80GB") == first
     smaller = predict_memory(config(), Wide, data, device="A100-40GB")
     assert smaller.device_allocated_bytes == first.device_allocated_bytes
+
+
+class Rowwise(Wide):
+    def training_step(self, batch, batch_idx):
+        return self.layer(batch).square().mean()
+
+
+def test_a_batch_that_is_larger_than_most_is_told(config):
+    rows = [torch.ones(length, 512) for length in (2, 3, 5, 8)]
+    found = predict_memory(config(), Rowwise, lambda: DataLoader(rows, batch_size=2, collate_fn=pad_sequence))
+    assert "longest of 4" in repr(found)
 
 
 def test_fits_is_for_the_device_that_was_named(config):

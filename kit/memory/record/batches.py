@@ -37,6 +37,7 @@ from kit.data.patches.module import EpochData, PatchData
 from kit.data.rows.loader import RowData
 from kit.errors import ConfigError, Problem
 from kit.memory.record.truth import SPARSE_LAYOUTS
+from kit.memory.replay.replay import DIFFERING
 from kit.units import format_bytes
 
 _BATCHES = 8
@@ -217,7 +218,7 @@ def _elementwise_largest(looked: Sequence[Batches]) -> Batches:
         item if item.shape == shape else TensorShape(shape, item.dtype)
         for item, shape in zip(largest.tensors, most, strict=True)
     )
-    note = f"batches differ in size: each part is as large as the largest of {len(looked)} batches"
+    note = f"{DIFFERING[1]}each part is as large as the largest of {len(looked)} batches"
     return replace(largest, tensors=tensors, batch_size=max(batch.batch_size for batch in alike), notes=(note,))
 
 
@@ -530,7 +531,7 @@ def largest_samples(loader: DataLoader[Any]) -> Samples:
             kept = dict(_candidates(sizes))
             sizes = {size: sample for size, sample in sizes.items() if size in kept}
     of = f" of {total}" if total is not None else ""
-    note = f"samples differ in size: every one is as long as the longest of {looked}{of}"
+    note = f"{DIFFERING[0]}every one is as long as the longest of {looked}{of}"
     candidates = [sample for _, sample in _candidates(sizes)]
     return Samples(candidates, (note,), (candidates[0], smallest))
 

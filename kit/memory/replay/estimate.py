@@ -35,6 +35,7 @@ from kit.memory.replay.cards import DeviceTarget, emulated
 from kit.memory.replay.loop_order import BEFORE_BACKWARD, LoopOrder, loop_order, saved_bytes
 from kit.memory.replay.replay import (
     CATEGORIES,
+    DIFFERING,
     EVALUATIONS,
     PHASES,
     Recording,
@@ -212,6 +213,7 @@ def estimate(recording: Recording, target: DeviceTarget, *, residuals: Residuals
     emulation = emulated(str(facts.get("precision", "")), target)
     reasons = [*emulation, *why_outside, *target.reasons, *_workspace_lost(recording, target, played, outside)]
     reasons += [facts["why_for_real"]] if "why_for_real" in facts else []
+    reasons += [note for note in facts.get("notes", ()) if note.startswith(DIFFERING)]
     reasons += [f"may be low: {what}" for what in facts.get("may_be_low", ())]
     if unknown:
         reasons.append(f"activations unknown: {unknown}; all bytes are a lower bound")
