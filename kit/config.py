@@ -272,14 +272,20 @@ class Config(Drawable, Section):
         given: Any = changes  # by a user, who may give anything
         if not isinstance(given, Mapping | None):
             raise _refusal(given, "changes are a mapping")
-        values = self.values()
+        values, unknown = self.values(), list[Problem]()
         for path, value in {**(given or {}), **sections}.items():
-            self.get(path)
+            try:
+                self.get(path)
+            except ConfigError as error:
+                unknown += error.problems
+                continue
             *parents, last = str(path).split(".")
             target = values
             for part in parents:
                 target = target.setdefault(part, {})
             target[last] = value.values() if isinstance(value, Config) else thaw(value)
+        if unknown:
+            raise ConfigError(unknown)
         return Config.make(values)
 
     def diff(self, other: Config) -> dict[str, tuple[Any, Any]]:
@@ -425,7 +431,10 @@ def _device_disagreements(hardware: Hardware) -> Iterator[tuple[str, str]]:
     if hardware.strategy in ("ddp", "fsdp") and count is None and devices != -1:
         yield "hardware.strategy", f"{hardware.strategy} needs at least 2 devices, but devices is auto (one device)"
     if hardware.strategy in ("ddp", "fsdp") and count == 1:
-        yield "hardware.strategy", f"{hardware.strategy} needs at least 2 devices, but devices asks for 1; use none"
+        yield (
+            "hardware.strategy",
+            f"{hardware.strategy} needs at least 2 devices, but devices asks for 1; raise it, or use none",
+        )
     if hardware.shards:
         replicas, size = hardware.shards
         product = f"{replicas} replicas × {size} devices each = {replicas * size}"

@@ -6,9 +6,16 @@ Callers who do not know kit can catch the built-in (`ValueError`, `OSError`, ...
 
 from __future__ import annotations
 
+import contextlib
 import difflib
+import sys
+import warnings
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
+
+_PASSED_ON = (str(Path(__file__).parent), contextlib.__file__)
+"""Files of functions that call others for whoever called kit."""
 
 
 class KitError(Exception):
@@ -155,6 +162,14 @@ class EventLogError(KitError, ValueError):
 
 class KitWarning(UserWarning):
     """Something asked for that could not be done, while the run goes on without it; the message names the way out."""
+
+
+def warn_caller(message: str) -> None:
+    """Warn at the line that called kit, through however many functions of kit that was."""
+    frame, level = sys._getframe(1), 2
+    while frame.f_back is not None and frame.f_code.co_filename.startswith(_PASSED_ON):
+        frame, level = frame.f_back, level + 1
+    warnings.warn(message, KitWarning, stacklevel=level)
 
 
 def did_you_mean(name: object, known: Iterable[object], otherwise: str = "it has {}", cutoff: float = 0.6) -> str:

@@ -261,6 +261,9 @@ def test_replace_refuses_an_unknown_path_and_leaves_the_config_alone():
     with pytest.raises(ConfigError, match=r"mean loader\.batch_size"):
         config.replace({"loader.batchsize": 3})
     assert config == Config()
+    with pytest.raises(ConfigError) as refused:
+        config.replace({"loader.batchsize": 3, "name": "other", "loader.workers": 1})
+    assert [one.path for one in refused.value.problems] == ["loader.batchsize", "loader.workers"]
 
 
 def test_every_field_has_a_sentence_and_its_bounds_are_shown():

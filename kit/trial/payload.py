@@ -36,7 +36,7 @@ from typing import Any, Literal
 import cloudpickle
 
 from kit.config import Config
-from kit.errors import ConfigError, KitWarning, Problem, did_you_mean
+from kit.errors import ConfigError, Problem, did_you_mean, warn_caller
 from kit.secrets_in_text import secrets_of
 from kit.targets import class_bodies, find_target, path_of, signature_of, takes_any
 
@@ -353,6 +353,8 @@ def check_parts(module: Part, data: Part, config: Config) -> None:
         ConfigError: for a module that is none, arguments that do not fit the class, factories that need arguments.
     """
     if module.kind in ("class", "instance") or (module.kind == "factory" and _is_of_torch(type(module.value))):
+        if hasattr(data.value, "training_step") and not hasattr(module.value, "training_step"):
+            raise ConfigError([Problem("module", f"{module} and {data} are swapped; give the module first, then data")])
         _check_module(module)
     if module.compiled and config.hardware.strategy.startswith("fsdp"):
         message = (
@@ -376,7 +378,7 @@ def check_parts(module: Part, data: Part, config: Config) -> None:
             _check_call(part, path, {}, "; give functools.partial of it with them")
 
 
-def warn_of_unused(module: Part, data: Part, config: Config, stacklevel: int = 3) -> None:
+def warn_of_unused(module: Part, data: Part, config: Config) -> None:
     """Say that arguments make nothing where module or data is made already, or by a function.
 
     Data of kit's own names another place in their stead, as in `kit.fit(recipe, data=kit.data.RowData(other))`.
@@ -390,7 +392,7 @@ def warn_of_unused(module: Part, data: Part, config: Config, stacklevel: int = 3
                 f"{path} ({', '.join(given)}) are not used: {part} is made without them; give its class or an import "
                 "path to have it made with them"
             )
-            warnings.warn(message, KitWarning, stacklevel=stacklevel)
+            warn_caller(message)
 
 
 def refuse_unused(module: Part, data: Part, changes: Mapping[str, Any]) -> None:
@@ -611,9 +613,9 @@ class BatchRule:
         ignored = not self.by_config and self.size not in (None, self.asked)
         return ignored and self.asked != Config().loader.batch_size
 
-    def warn(self, stacklevel: int = 3) -> None:
+    def warn(self) -> None:
         if self.is_worth_a_warning:
-            warnings.warn(self.note, KitWarning, stacklevel=stacklevel)
+            warn_caller(self.note)
 
     @classmethod
     def of_environment(cls, environment: Mapping[str, Any]) -> BatchRule | None:

@@ -22,14 +22,13 @@ import os
 import platform
 import re
 import sys
-import warnings
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
 from kit.config import Config, resolve_path
-from kit.errors import ConfigError, HardwareError, KitWarning, Problem
+from kit.errors import ConfigError, HardwareError, Problem, warn_caller
 from kit.events import SUPERVISOR, EventWriter
 from kit.json_text import read_json
 from kit.machine.claims import choosing, release
@@ -115,8 +114,8 @@ def prepare(
     trainer_parts = trainer_parts_of(module, config, logger, callbacks, trainer)
     rule = batch_rule(data_part, config) if altered.batch_size is None and job is None else None
     if rule is not None:
-        rule.warn(stacklevel=4)
-        warn_of_unused(module_part, data_part, config, stacklevel=4)
+        rule.warn()
+        warn_of_unused(module_part, data_part, config)
     batch = None if rule is None else asdict(rule)
     options: dict[str, Any] = {
         "profile": profile, "job": job, "batch": batch, "confined": confined or None, "kind": kind,
@@ -132,7 +131,7 @@ def prepare(
                 "array they hold; give a class or a function that makes them, so that they are made in the ranks"
             )
             _note_warning(paths, message, payload_bytes=len(payload))
-            warnings.warn(message, KitWarning, stacklevel=3)
+            warn_caller(message)
         return paths
 
 
@@ -376,7 +375,7 @@ def take_devices(config: Config) -> Taken:
                 )
             claims = desk.take(resolved.devices, config.name)
         if shared and seat() is None:  # who has a share of a GPU shares it on purpose
-            warnings.warn(f"{claimed}; the trials share it", KitWarning, stacklevel=6)
+            warn_caller(f"{claimed}; the trials share it")
     facts = {
         "device": gpus[0].name if gpus else "CPU",
         "cpu": cpu_name(),

@@ -235,15 +235,30 @@ def describe_failure(error: BaseException, context: Context | None) -> dict[str,
     snapshot = _snapshot(context) if cause == "device_oom" else ""
     log = None if context is None else context.paths.log(context.rank)
     report = f"; trial.memory_report() shows what held it (from {snapshot})" if snapshot else ""
+    said = _message(root, error, cells, action, log)
+    report += _of_chosen_precision(said, context)
     return {
         "cause": cause,
         "type": type(root).__name__,
-        "message": _message(root, error, cells, action, log)[: _MESSAGE_LENGTH - len(report)] + report,
+        "message": said[: _MESSAGE_LENGTH - len(report)] + report,
         "traceback": _own_traceback(root),
         "lost_peer": _is_lost_peer(root),
         "advice": _advice(context) if context is not None and cause == "device_oom" else [],
         **({"memory_snapshot": snapshot} if snapshot else {}),
     }
+
+
+_HALF = re.compile(r"bfloat16|float16|half", re.IGNORECASE)
+
+
+def _of_chosen_precision(message: str, context: Context | None) -> str:
+    """What to set where an error is about a number format that kit has chosen."""
+    if context is None or context.config.hardware.precision != "auto" or not _HALF.search(message):
+        return ""
+    precision = (context.environment.get("prediction") or context.environment).get("precision")
+    if precision in (None, "32-true"):
+        return ""
+    return f"; hardware.precision is auto, which chose {precision} here: set 32-true where an operator has no such type"
 
 
 def _snapshot(context: Context | None) -> str:

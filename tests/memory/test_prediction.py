@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from waiting import PATIENCE_SECONDS
 
 from kit import tables
-from kit.errors import ConfigError, HardwareError, StoreError, TargetError, TrialError
+from kit.errors import ConfigError, HardwareError, KitWarning, StoreError, TargetError, TrialError
 from kit.machine.processes import memory_limited
 from kit.memory import recordings
 from kit.memory.alongside import fit
@@ -346,6 +346,29 @@ def test_an_error_of_the_step_is_the_answer_as_a_fit_gives_it(config, made, devi
     assert str(predicted.value) in str(fitted.value)
     assert "test_prediction.py, line" in str(predicted.value)
     assert predicted.value.details.startswith("Traceback")
+
+
+class OfFullPrecision(Wide):
+    def training_step(self, batch, batch_idx):
+        values = self.layer(batch[0])
+        if values.dtype is torch.bfloat16:
+            raise RuntimeError("unsupported dtype BFloat16")
+        return values.mean()
+
+
+def test_a_number_format_that_nobody_asked_for_is_named_with_the_error_that_it_raises(config):
+    auto = config().replace({"hardware.precision": "auto"})
+    with pytest.raises(TrialError, match=r"BFloat16.*auto.*bf16-mixed.*32-true"):
+        predict_memory(auto, OfFullPrecision, many, device="H100-80GB")
+    with pytest.raises(TrialError, match="BFloat16") as asked:
+        predict_memory(auto.replace({"hardware.precision": "bf16-mixed"}), OfFullPrecision, many, device="H100-80GB")
+    assert "32-true" not in str(asked.value)
+
+
+def test_a_warning_names_the_line_that_called(config):
+    with pytest.warns(KitWarning, match="are not used") as warned:
+        predict_memory(config().replace({"model.arguments": {"layers": 2}}), Wide(), many)
+    assert [item.filename for item in warned if item.category is KitWarning] == [__file__]
 
 
 def test_what_stops_for_want_of_a_gpu_stays_an_answer_for_one(config):

@@ -94,6 +94,11 @@ def test_what_is_no_module_is_refused(value):
         check_parts(Part.of(value), Part.of(None), made_with(model={"width": 3}))
 
 
+def test_a_module_in_the_place_of_data_is_said_to_be():
+    with pytest.raises(ConfigError, match="swapped"):
+        check_parts(Part.of(DataLoader([1, 2])), Part.of(Trained(3)), Config())
+
+
 @pytest.mark.parametrize("value", [nn.Linear(2, 1), nn.Sequential(nn.Linear(2, 1)), nn.Linear])
 def test_a_plain_module_of_torch_is_no_factory_of_one(value):
     with pytest.raises(ConfigError, match="no LightningModule.*training_step and configure_optimizers"):

@@ -36,7 +36,7 @@ from kit.memory.replay.cards import CARDS, THIS_MACHINE, DeviceTarget
 from kit.memory.replay.checkpointing import Checkpoints, Rung, climb, loss_chunks
 from kit.memory.replay.estimate import MemoryEstimate
 from kit.memory.replay.replay import Recording
-from kit.memory.replay.scaling import BatchScaling
+from kit.memory.replay.scaling import BatchScaling, ScalingError
 from kit.records.row import row_of_trial
 from kit.registry import Drawable
 from kit.sections import Levers
@@ -308,6 +308,10 @@ class Fastest:
                 return
             try:
                 found = self._split(family, recorded, each // accumulate, accumulate)
+            except ScalingError as error:
+                said = f"what it holds at other batches does not follow from two dry runs ({error})"
+                self._note(f"{_name(family.changes) or 'as configured'} was left out: {said}")
+                return
             except KitError as error:
                 self._note(f"{_name(family.changes) or 'as configured'} was left out: {error}")
                 return
