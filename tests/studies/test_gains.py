@@ -293,6 +293,7 @@ def test_a_gain_of_a_short_trial_is_less_in_steps_that_also_log_and_validate():
     assert in_whole_steps((2.0, 2.0), evidence()) == pytest.approx((2, 2))
     assert in_whole_steps((2.0, 2.0), found) == pytest.approx((1.25, 1.25))
     assert in_whole_steps((2.0, 2.0), found, times=4) == pytest.approx([4 / (0.6 + 4 * 0.4 / 2)] * 2), "once a step"
+    assert in_whole_steps((3.0, 6.0), evidence(), times=4) == pytest.approx((3, 4)), "no step is faster by more samples"
 
 
 def test_a_hook_that_is_not_there_is_a_note_and_its_share_tells_the_gain(config):

@@ -93,9 +93,12 @@ def measured_gains(found: Evidence, source: RunSource) -> tuple[dict[str, Range]
 
 
 def in_whole_steps(gain: Range, found: Evidence, times: float = 1.0) -> Range:
-    """The gain, with `times` the samples in a batch, of a step that also does what a short trial leaves out, once."""
-    apart = left_out_fraction(found)
-    low, high = (times / (apart + times * (1 - apart) / one) for one in gain)
+    """The gain, with `times` the samples in a batch, of a step that also does what a short trial leaves out, once.
+
+    A step with more samples takes no less time, whatever the noise says.
+    """
+    apart, most = left_out_fraction(found), times if times > 1 else math.inf
+    low, high = (times / (apart + times * (1 - apart) / min(one, most)) for one in gain)
     return low, high
 
 
