@@ -99,7 +99,7 @@ class TraceViewer:
         ))  # fmt: skip
 
     def _repr_html_(self) -> str:
-        style = f"width: 100%; height: {_HEIGHT_PIXELS}px; border: 1px solid #ccc"
+        style = f"width: 100%; box-sizing: border-box; height: {_HEIGHT_PIXELS}px; border: 1px solid #ccc"
         title = html.escape(f"trace {self.paths[0].name}")
         # sandboxed: names of operations are not trusted
         return (
