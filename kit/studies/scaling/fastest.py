@@ -308,12 +308,10 @@ class Fastest:
                 return
             try:
                 found = self._split(family, recorded, each // accumulate, accumulate)
-            except ScalingError as error:
-                said = f"what it holds at other batches does not follow from two dry runs ({error})"
-                self._note(f"{_name(family.changes) or 'as configured'} was left out: {said}")
-                return
             except KitError as error:
-                self._note(f"{_name(family.changes) or 'as configured'} was left out: {error}")
+                unscaled = "what it holds at other batches does not follow from two dry runs: "
+                why = f"{unscaled if isinstance(error, ScalingError) else ''}{error}"
+                self._note(f"{_name(family.changes) or 'as configured'} was left out: {why}")
                 return
             yield from found
             if found and found[0].fits and not found[0].checkpointed:
