@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader
 
+from kit import Config
 from kit.errors import CorruptChunkError
 from kit.trial.verdict import DivergedError, describe_failure, root_cause
 
@@ -154,9 +155,8 @@ def test_a_loader_process_that_ended_with_an_error_is_told_by_that_error(tmp_pat
         'a line\nTraceback (most recent call last):\n  File "spawn.py", line 1, in main\n    import scipy\n'
         "ModuleNotFoundError: No module named 'scipy'\nanother line\n"
     )
-    context = SimpleNamespace(
-        cells={}, clock=None, rank=0, paths=SimpleNamespace(log=lambda rank: log, memory_snapshot=lambda rank: log)
-    )
+    paths = SimpleNamespace(log=lambda rank: log, memory_snapshot=lambda rank: log)
+    context = SimpleNamespace(cells={}, clock=None, rank=0, paths=paths, config=Config(), environment={})
     words = "(pid(s) 12) exited unexpectedly with exit code 1. Details are lost due to multiprocessing"
     told = describe_failure(RuntimeError(f"DataLoader worker {words}"), context)
     assert told["message"].startswith("ModuleNotFoundError: No module named 'scipy'")
