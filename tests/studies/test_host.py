@@ -3,6 +3,8 @@ import linecache
 import math
 import os
 import pickle
+import signal
+import subprocess
 import sys
 import threading
 import time
@@ -25,12 +27,12 @@ from pipeline_events import steps
 from pyarrow import parquet
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset, TensorDataset
 from torch.utils.data._utils import worker as torch_worker
-from waiting import wait_until
+from waiting import PATIENCE_SECONDS, wait_until
 
 import kit
 from kit.studies.diagnosis import sampler as room
 from kit.studies.diagnosis.evidence import _epoch_starts, _uneven, growth, slowing, timed_lines
-from kit.studies.diagnosis.host import arrays_bytes, embeddings, held_bytes, objects_bytes
+from kit.studies.diagnosis.host import HostWatch, arrays_bytes, embeddings, held_bytes, objects_bytes
 from kit.studies.diagnosis.rules import RULES
 from kit.studies.diagnosis.sampler import (
     DiskWatch,
@@ -247,6 +249,50 @@ def test_a_sampler_that_is_stopped_twice_ends_its_timer_once(monkeypatch):
     for _ in range(2):  # an exception in a callback's own end
         sampler.stop()
     assert len(ended) == 1
+
+
+TRAINED = """
+import time
+
+from lightning.pytorch import Callback, Trainer
+
+from kit.studies.diagnosis.sampler import Sampler, hold_signal
+from kit.testing import TinyData, TinyModule
+
+
+class Watch(Callback):
+    def __init__(self):
+        hold_signal()
+        self.sampler = Sampler()
+
+    def on_train_start(self, trainer, module):
+        self.sampler.start()
+
+
+watch = Watch()
+silent = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False, "enable_model_summary": False}
+Trainer(max_steps=3, accelerator="cpu", callbacks=[watch], **silent).fit(TinyModule(), TinyData())
+after = watch.sampler.samples
+while watch.sampler.samples < after + 3:
+    time.sleep(0.01)
+watch.sampler.stop()
+"""
+
+
+def test_a_timer_that_asks_after_a_trainer_has_ended_does_not_end_the_process():
+    """A Trainer puts back the handlers that it found, and the C library's thread may be late on a busy machine."""
+    done = subprocess.run([sys.executable, "-c", TRAINED], timeout=PATIENCE_SECONDS, check=False, capture_output=True)
+    assert done.returncode == 0, done.stderr.decode()
+
+
+def test_a_watched_rank_has_the_signal_before_its_trainer_is_made(monkeypatch):
+    monkeypatch.setattr(room, "_answering", None)
+    before = signal.signal(room.SIGNAL, signal.SIG_DFL)
+    try:
+        HostWatch(SimpleNamespace(), None)
+        assert signal.getsignal(room.SIGNAL) is not signal.SIG_DFL
+    finally:
+        signal.signal(room.SIGNAL, before)
 
 
 def test_each_line_has_the_share_of_the_time_that_it_takes():

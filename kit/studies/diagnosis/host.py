@@ -40,6 +40,7 @@ from kit.studies.diagnosis.sampler import (
     Sampler,
     WatchedLoop,
     copied_bytes,
+    hold_signal,
     kind_of,
     summary,
 )  # fmt: skip
@@ -101,6 +102,7 @@ class HostWatch(Callback):
 
     def __init__(self, context: Context, clock: StepClock) -> None:
         self._context, self._clock = context, clock
+        hold_signal()
         self._sampler: Sampler | None = None
         self._garbage = Garbage()
         self._pages: mmap.mmap | None = None

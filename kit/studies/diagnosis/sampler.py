@@ -129,18 +129,14 @@ class Sampler:
 
     def start(self) -> None:
         """Begin; without effect where this system has no such signal, somebody uses it, or in another thread."""
-        in_main = threading.current_thread() is threading.main_thread()
-        if SIGNAL is None or not in_main:
-            return
-        before = signal.getsignal(SIGNAL)
-        earlier = getattr(before, "__self__", None)  # one that has stopped
-        if before is not signal.SIG_DFL and not (isinstance(earlier, Sampler) and earlier._stop.is_set()):
+        global _answering
+        if SIGNAL is None or not hold_signal() or not (_answering is None or _answering._stop.is_set()):
             return
         with contextlib.suppress(OSError, AttributeError):
             self._timer = Timer(SIGNAL)
         if self._timer is None:
             return
-        signal.signal(SIGNAL, self._on_asked)
+        _answering = self
         self.started = self._last = self._moment = time.perf_counter()
         self._plan(self.started)
         self.disk.begin(threading.get_native_id())
@@ -148,7 +144,7 @@ class Sampler:
         threading.Thread(target=self._look, name="kit-host", daemon=True).start()
 
     def stop(self) -> None:
-        """End, once; the handler stays and does nothing, as it may have been asked already."""
+        """End, once; it may be asked after that, and does not answer."""
         self._stop.set()
         timer, self._timer = self._timer, None  # the C library frees it: ended twice, it would be read afterwards
         if timer is not None:
@@ -248,6 +244,31 @@ class Sampler:
                 if decoder and made.picture.get("pixels", 0) > before.get("pixels", math.inf):  # not of a chunk
                     self.reads[decoder] = dict(made.picture)
             frame = frame.f_back
+
+
+_answering: Sampler | None = None
+
+
+def hold_signal() -> bool:
+    """Have the number of the signal for good, from before a Trainer notes the handlers that it puts back at its end.
+
+    A timer that has asked ends later than it is told to. Where it found the handler that Python has by default, Python
+    would compare two numbers without the interpreter, which ends the process.
+
+    Returns:
+        False where this system has no such signal, somebody uses it, or in another thread.
+    """
+    if SIGNAL is None or threading.current_thread() is not threading.main_thread():
+        return False
+    before = signal.getsignal(SIGNAL)
+    if before is signal.SIG_DFL:
+        signal.signal(SIGNAL, _answer)
+    return before in (signal.SIG_DFL, _answer)
+
+
+def _answer(number: int, frame: FrameType | None) -> None:
+    if _answering is not None:
+        _answering._on_asked(number, frame)
 
 
 class Garbage:
