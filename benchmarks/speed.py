@@ -7,8 +7,9 @@ Each setting is recorded and its calls are timed in a process of their own, in w
 is run in real trials (`predict` or `measure` do one half). They append one JSON line for each setting to the answers,
 leave out what stands there, and end after so many seconds, so that they run in short pieces on quiet cores. Each waits
 until other programs leave the cores alone, and a trial after which they do not is run again. A measured step is the
-median of the faster half of the steps after warm-up, without the wait for data, in the fastest of three trials: what
-else runs on a machine only slows a step. How much they differ is told beside the errors, which cannot be smaller.
+median of those after warm-up, without the wait for data, over three trials. kit predicts the CPU at its fastest, and
+neighbours on a shared host change its pace within seconds, by 2 times here, so the pace is asked before each step, and
+the step divided by how much slower it is at that pace, as predicted. `as it was` are the same steps, not divided.
 `reprice` writes the predictions anew from recordings and measured calls, after more of these.
 
 Beside kit's prediction stand `table`, which has no call of the model itself timed but those of kit's own small modules
@@ -40,6 +41,7 @@ from publish import publish
 from speed_models import MODELS
 
 import kit
+from kit.machine.processes import slowed
 from kit.memory.query import make_query
 from kit.memory.recordings import RecordingRequest, recordings_of
 from kit.memory.replay.cards import THIS_MACHINE, target_of
@@ -90,7 +92,8 @@ def predicted(name: str, batch: int, precision: str, folder: Path) -> Row:
     return {
         "seconds": found.step_seconds, "low": found.low_seconds, "high": found.high_seconds,
         "table": before.step_seconds, "busy": taken.table.busy_cores, "took": time.monotonic() - began,
-        "sources": dict(found.time.sources), "bound": found.bound,
+        "sources": dict(found.time.sources), "bound": found.bound, "computing": found.computing_fraction,
+        "pace": found.pace_seconds, "slowness": found.slowness,
     }  # fmt: skip
 
 
@@ -111,15 +114,12 @@ def repriced(answers: Path) -> None:
 
 
 def measured(name: str, batch: int, precision: str, folder: Path) -> Row:
-    trials: list[tuple[bool, float, str]] = []
-    while len(trials) < MOST_ROUNDS and sum(quiet for quiet, _, _ in trials) < ROUNDS:
+    trials: list[tuple[bool, list[list[float]]]] = []
+    while len(trials) < MOST_ROUNDS and sum(quiet for quiet, _ in trials) < ROUNDS:
         others_used(QUIET_SECONDS)
         trial = kit.fit(config_of(precision, folder), *given(name, batch)).wait()
-        trials.append((others_used() < QUIET_FRACTION, step_seconds(trial), trial.name))
-    quiet = [(seconds, run) for quiet, seconds, run in trials if quiet]
-    fastest, run = min(quiet or [(seconds, run) for _, seconds, run in trials])
-    rounds = [seconds for _, seconds, _ in trials]
-    return {"seconds": fastest, "rounds": rounds, "quiet": len(quiet), "run": run}
+        trials.append((others_used() < QUIET_FRACTION, steps_at_paces(trial)))
+    return {"trials": [steps for _, steps in trials], "quiet": sum(quiet for quiet, _ in trials)}
 
 
 def others_used(patience_seconds: float = 0.0) -> float:
@@ -130,11 +130,26 @@ def others_used(patience_seconds: float = 0.0) -> float:
     return used
 
 
-def step_seconds(trial: Trial) -> float:
-    """The median of the faster half of the steps after warm-up, without the wait for data."""
-    steps = [step for step in trial.steps if int(step["step"]) > WARM_UP]
-    spent = sorted(sum(float(step.get(f"{part}_seconds") or 0.0) for part in PARTS) for step in steps)
-    return statistics.median(spent[: len(spent) // 2 + 1])
+def steps_at_paces(trial: Trial) -> list[list[float]]:
+    """[seconds without the wait for data, pace before and after] of each step after warm-up."""
+    lines = [line.split() for line in trial.paths.log(0).read_text().splitlines()]
+    paces = [float(line[1]) for line in lines if len(line) == 2 and line[0] == speed_models.PACE]
+    found = []
+    for step in trial.steps:
+        number = int(step["step"])
+        before = paces[number : number + 2]  # a batch is fetched while the one before it is not trained on yet
+        if number > WARM_UP and before:
+            found.append([sum(float(step.get(f"{part}_seconds") or 0.0) for part in PARTS), statistics.fmean(before)])
+    return found
+
+
+def step_seconds(measured: Row, predicted: Row | None = None) -> float:
+    """The median step as it was, or as it would be at the pace of the prediction."""
+
+    def slowdown(pace: float) -> float:
+        return 1.0 if predicted is None else slowed(max(1.0, pace / predicted["pace"]), predicted["computing"])
+
+    return statistics.median(seconds / slowdown(pace) for steps in measured["trials"] for seconds, pace in steps)
 
 
 def collect(what: str, seconds: float, answers: Path) -> None:
@@ -163,7 +178,7 @@ def read(answers: Path) -> list[Row]:
 # -- the report
 
 
-def pairs_of(answers: Path, key: str = "seconds") -> dict[tuple[str, int, str], tuple[float, float, Row]]:
+def pairs_of(answers: Path, *, as_it_was: bool = False) -> dict[tuple[str, int, str], tuple[float, float, Row]]:
     """(predicted, measured, the prediction's row) by setting."""
     rows = read(answers)
     found: dict[str, dict[tuple[str, int, str], Row]] = {"predict": {}, "measure": {}}
@@ -171,13 +186,13 @@ def pairs_of(answers: Path, key: str = "seconds") -> dict[tuple[str, int, str], 
         if "error" not in row:
             found[row["what"]][tuple(row["setting"])] = row
     both = found["predict"].keys() & found["measure"].keys()
-    return {
-        setting: (
-            float(found["predict"][setting][key]), float(found["measure"][setting]["seconds"]),
-            found["predict"][setting],
-        )
-        for setting in settings() if setting in both
-    }  # fmt: skip
+    pairs = {}
+    for setting in settings():
+        if setting in both:
+            row = found["predict"][setting]
+            took = step_seconds(found["measure"][setting], None if as_it_was else row)
+            pairs[setting] = float(row["seconds"]), took, row
+    return pairs
 
 
 def looked_up(answers: Path) -> dict[tuple[str, int, str], float]:
@@ -240,7 +255,11 @@ def report(answers: Path, record: bool) -> None:
     others = {setting: pair for setting, pair in pairs.items() if not MODELS[setting[0]].held_out}
     table = {setting: (row["table"], took, row) for setting, (_, took, row) in pairs.items()}
     lookup = {setting: (peers[setting], took, row) for setting, (_, took, row) in pairs.items() if setting in peers}
-    found = {"all": pairs, "held out": held, "others": others, "peer: generic table": table, "peer: lookup": lookup}
+    raw = pairs_of(answers, as_it_was=True)
+    found = {
+        "all": pairs, "held out": held, "others": others, "all, steps as they were": raw,
+        "peer: generic table": table, "peer: lookup": lookup,
+    }  # fmt: skip
     for name, chosen in found.items():
         if chosen:
             print(

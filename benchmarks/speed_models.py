@@ -21,6 +21,7 @@ from torch.nn import functional
 from torch.utils.data import DataLoader, IterableDataset
 
 from kit.models import Field
+from kit.trial.meters import CpuPace
 
 PEERS = Path(__file__).parents[1] / ".peers"
 if str(PEERS) not in sys.path:
@@ -47,6 +48,8 @@ class Step(LightningModule):
 
 
 class _SameBatch(IterableDataset[Any]):
+    """Prints the pace of the CPU before each batch: in the time that a step waits for data, which counts for none."""
+
     def __init__(self, name: str, batch_size: int) -> None:
         self.name, self.batch_size = name, batch_size
 
@@ -55,8 +58,13 @@ class _SameBatch(IterableDataset[Any]):
         fields = MODELS[self.name].fields()
         rows = [[field.draw(generator) for field in fields] for _ in range(self.batch_size)]
         batch = tuple(torch.stack(column) for column in zip(*rows, strict=True))
+        pace = CpuPace(torch.device("cpu"))
         while True:
+            print(PACE, pace.seconds(), flush=True)
             yield batch
+
+
+PACE = "pace"
 
 
 def loader(name: str, batch_size: int) -> DataLoader[Any]:

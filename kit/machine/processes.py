@@ -119,6 +119,23 @@ def scheduled_seconds(*threads: int) -> tuple[float, float]:
     return on_core, waiting
 
 
+def slowed(slowness: float, computing_fraction: float = 1.0) -> float:
+    """How many times as long work takes while the cores' pace (`kit.trial.meters.CpuPace`) is of this slowness.
+
+    Where the product took 1.8 times as long, others took 1.55 to 1.84 times, convolutions 1.6, a softmax and calls of
+    next to nothing 1.5, and adding up much memory 1.2 times as long (one host, two cores that a neighbour shared).
+
+    Args:
+        slowness: Of the product.
+        computing_fraction: Of the work, what does not move memory.
+    """
+    felt = _FELT_COMPUTING * computing_fraction + _FELT_MOVING * (1 - computing_fraction)
+    return 1 + felt * (slowness - 1)
+
+
+_FELT_COMPUTING, _FELT_MOVING = 0.8, 0.2
+
+
 def cpu_seconds() -> tuple[float, dict[int, float]]:
     """CPU time of all programs since the machine started, and by its id of this process and of each that it started.
 

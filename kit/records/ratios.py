@@ -54,6 +54,10 @@ class SpeedRange:
     """Where it comes from, in a few words."""
     busy_cores: float = 0.0
     """That other programs used while operators were measured."""
+    pace_seconds: float = 0.0
+    """Of the product that tells a CPU's pace, at the fastest, of which the speed is; 0 where it was not asked."""
+    computing_fraction: float = 1.0
+    """Of a step's seconds, what changes with the pace."""
 
 
 def speed_key(config: Config, environment: Mapping[str, Any]) -> str:
@@ -173,7 +177,7 @@ def _why_speed(row: Values, before: Values | None) -> str:
         place = "within" if low <= row[SPEED] <= high else "outside"
         told = f"{place} what its operators allow, {format_count(low)} to {format_count(high)} samples/s"
         if row[SPEED] < row[f"{SPEED}_predicted"]:
-            return told + _others(row.get("other_cores"), "meanwhile")
+            return told + _others(row.get("other_cores"), "meanwhile") + _at_its_pace(row)
         return told + _others(row.get("other_cores_when_predicted"), "while those were measured")
     if before is None or None in (row["data_wait_fraction"], before["data_wait_fraction"]):
         return "nothing that the trials have counted explains it"
@@ -185,6 +189,18 @@ def _why_speed(row: Values, before: Values | None) -> str:
     slowed, when = (row, "meanwhile") if rest > rest_before else (before, "in that one")
     told = f"apart from waiting for data a sample took {rest / rest_before:.2f} times as long as in the trial before"
     return told + _others(slowed.get("other_cores"), when)
+
+
+def _at_its_pace(row: Values) -> str:
+    """How much of it is the pace of the cores; nothing where that is little, or not known."""
+    slowdown = row.get("slowdown") or 1.0
+    if slowdown < 1 + FAR / 2:
+        return ""
+    at_pace = slowdown * row[SPEED] / row[f"{SPEED}_predicted"]
+    return (
+        f"; the cores were slower than they can be, so that a step takes {slowdown:.2f} times as long (other programs, "
+        f"the loader, a neighbour on a shared host, a lowered clock): {at_pace:.2f} of what is predicted at that pace"
+    )
 
 
 def _others(cores: float | None, when: str) -> str:
@@ -220,7 +236,7 @@ def with_speeds(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
         of_model = by_model.setdefault(named, [])
         predicted = row[f"{SPEED}_predicted"]  # by the operators of its step, corrected by earlier trials of the model
         if predicted and is_measure(row):
-            of_model.append(row[SPEED] / predicted)
+            of_model.append(row[SPEED] * (row.get("slowdown") or 1.0) / predicted)
         if predicted and len(of_model) > is_measure(row):
             predicted *= statistics.median(of_model[: len(of_model) - is_measure(row)])
         predicted = predicted if known is None else known.samples_per_second

@@ -39,6 +39,7 @@ from typing import Any, TypeVar
 from kit.config import Config
 from kit.errors import TrialError
 from kit.json_text import read_json, write_whole
+from kit.machine.processes import slowed
 from kit.memory.replay.estimate import MeasuredMemory, MemoryEstimate
 from kit.memory.residual_table import compared, ratio
 from kit.records.ratios import SPEED, SpeedRange, doubt, speed_key
@@ -71,8 +72,8 @@ COLUMNS = (
     "parameters", "strategy", "accelerator", "world_size", "precision", "batch_size", "global_batch_size", "steps",
     "epochs", "measured_batches", "batches_read", "samples_per_second", "samples_per_second_error_fraction",
     "samples_per_second_predicted", "samples_per_second_low", "samples_per_second_high", "samples_per_second_ratio",
-    "data_wait_fraction", *BESIDE_FRACTIONS, "other_cores", "other_cores_when_predicted", "monitor",
-    "monitor_last", "monitor_best", "host_rss_peak_bytes", "device_allocated_peak_bytes",
+    "data_wait_fraction", *BESIDE_FRACTIONS, "other_cores", "other_cores_when_predicted", "slowdown",
+    "monitor", "monitor_last", "monitor_best", "host_rss_peak_bytes", "device_allocated_peak_bytes",
     "device_reserved_peak_bytes", *READ,
     *(f"{quantity}_{part}" for quantity in PREDICTED for part in ("predicted", "measured", "ratio")),
     *BESIDE, *HARDWARE, "fingerprint", "speed_key", "run_directory", *MAPPINGS,
@@ -185,6 +186,10 @@ def _measured(trial: Trial) -> Row:
         found = {"predicted": speed.samples_per_second, "low": speed.low, "high": speed.high}
         row |= {f"{SPEED}_{name}": value for name, value in found.items()}
         row["other_cores_when_predicted"] = speed.busy_cores
+        paces = [event["pace_seconds"] for event in used if event.get("pace_seconds")]
+        if paces and speed.pace_seconds:
+            slowness = max(1.0, statistics.fmean(paces) / speed.pace_seconds)
+            row["slowdown"] = slowed(slowness, speed.computing_fraction)
     for quantity, name in (("requests_per_sample", "requests"), ("bytes_per_sample", "bytes_read")):
         row |= _triple(quantity, predicted.get(quantity), read.get(name, 0) / asked_for if samples else None)
         if doubt(row, quantity):
@@ -201,9 +206,9 @@ def speed_of_operators(paths: RunPaths) -> SpeedRange | None:
     try:
         found = read_json(paths.predicted_speed.read_bytes())
         speed, low, high = (float(found[field]) for field in ("samples_per_second", "low", "high"))
-        busy = float(found.get("busy_cores") or 0.0)
-        source = "the operators of the step"
-        return SpeedRange(samples_per_second=speed, low=low, high=high, source=source, busy_cores=busy)
+        source, fields = "the operators of the step", ("busy_cores", "pace_seconds", "computing_fraction")
+        known = {name: float(found[name]) for name in fields if name in found}
+        return SpeedRange(samples_per_second=speed, low=low, high=high, source=source, **known)
     except (OSError, ValueError, KeyError, TypeError):
         return None
 

@@ -1,4 +1,4 @@
-"""CallTimer: a call made again with tensors of its own, and timed: repeats, low quantiles, a watch over the machine.
+"""CallTimer: a call made again with tensors of its own, and timed: repeats, a median, a watch over the machine.
 
 Tensors get numbers from 0.5 to 1.5, so that no logarithm or root fails and nothing underflows; whole numbers stay
 within what they index. Sets of arguments take turns, together more than a cache holds, as in a step: weights, the
@@ -7,13 +7,15 @@ likewise, in memory that is kept, so that no call waits for pages. What cannot b
 handle) is not timed. Known limit: numbers without zeros. A CPU's square root of zeros takes five times as long, as an
 optimizer has them of an embedding's rows that no batch reached.
 
-A time is the lower quartile of several repeats: whatever else runs can only slow them, and a step is too long for the
-fastest moments of a host. `OtherLoad` tells how many cores other programs used meanwhile: a table taken beside them is
-not kept.
+A time is the median of several repeats, as a step is too long for the fastest moments of a host; how fast the host is
+meanwhile is asked beside it (`kit.trial.meters.CpuPace`). `OtherLoad` tells how many cores other programs used: a table
+taken beside them is not kept.
 """
 
 from __future__ import annotations
 
+import itertools
+import statistics
 import time
 from collections import deque
 from collections.abc import Callable
@@ -26,9 +28,9 @@ from kit.machine.processes import cpu_seconds
 from kit.memory.replay.calls import OperatorCall, TensorSpec
 
 CACHE_BYTES, MOST_SETS, LEAST_BYTES = 64 << 20, 64, 1 << 16
-_REPEATS, _MOST_REPEATS = 5, 60
+_LEAST_REPEATS, _MOST_REPEATS = 3, 60
 _CALL_SECONDS, _SAMPLE_SECONDS = 0.06, 2e-4
-_MOST_BYTES = 4 << 30
+_MOST_BYTES, _DRAWN = 4 << 30, 1 << 20
 LONG_SECONDS = 1.0
 
 
@@ -57,11 +59,12 @@ def time_call(call: OperatorCall, device: torch.device, seconds: float = _CALL_S
 
 def _timed(function: Any, given: list[Any], device: torch.device, seconds: float) -> float:
     results: deque[Any] = deque(maxlen=len(given))  # the next result goes where no cache has numbers
+    turns = itertools.cycle(given)
 
     def run(times: int) -> float:
         began = time.perf_counter()
-        for turn in range(times):
-            args, named = given[turn % len(given)]
+        for _ in range(times):
+            args, named = next(turns)
             results.append(function(*args, **named))
         if device.type == "cuda":
             torch.cuda.synchronize(device)
@@ -70,16 +73,18 @@ def _timed(function: Any, given: list[Any], device: torch.device, seconds: float
     first = run(1)
     if first > LONG_SECONDS:  # a large product in a number format that this processor only emulates
         return first
-    first = min(first, run(1))
-    times = max(len(given) if first < 0.01 else 1, min(2000, int(_SAMPLE_SECONDS / max(first, 1e-7))))
+    began = time.perf_counter()
+    for _ in given[1:]:  # until results have their memory
+        first = min(first, run(1))
+        if time.perf_counter() - began > seconds:
+            break
+    queued = len(given) if device.type == "cuda" and first < 0.01 else 1  # as many as hide the wait for the last
+    times = max(queued, min(2000, int(_SAMPLE_SECONDS / max(first, 1e-7))))
     found: list[float] = []
     began = time.perf_counter()
-    while len(found) < 3 or (len(found) < _MOST_REPEATS and time.perf_counter() - began < seconds):
+    while len(found) < _LEAST_REPEATS or (len(found) < _MOST_REPEATS and time.perf_counter() - began < seconds):
         found.append(run(times))
-        if len(found) >= _REPEATS and time.perf_counter() - began > seconds:
-            break
-    found.sort()
-    return found[len(found) // 4]
+    return statistics.median(found)
 
 
 def _function(operator: str) -> Any:
@@ -121,12 +126,18 @@ def _tensor(spec: TensorSpec, device: torch.device, bound: int) -> Tensor:
     if strides is not None:
         length = 1 + sum((size - 1) * stride for size, stride in zip(spec.shape, strides, strict=True)) if length else 0
     if dtype.is_floating_point or dtype.is_complex:
-        whole = torch.rand(length, device=device, dtype=torch.float32).add_(0.5).to(dtype)
+        whole = _random(length, device).add_(0.5).to(dtype)
     elif dtype is torch.bool:
-        whole = torch.rand(length, device=device) > 0.2
+        whole = _random(length, device) > 0.2
     else:
         whole = torch.randint(max(1, bound), (length,), device=device).to(dtype)
     return whole.view(spec.shape) if strides is None else whole.as_strided(spec.shape, strides)
+
+
+def _random(length: int, device: torch.device) -> Tensor:
+    """From 0 to 1; a million of them again and again, as drawing takes longer than most calls."""
+    drawn = torch.rand(min(length, _DRAWN), device=device)
+    return drawn if length <= _DRAWN else drawn.repeat(-(-length // _DRAWN))[:length]
 
 
 def _bound(call: OperatorCall) -> int:

@@ -57,6 +57,10 @@ class CostTable:
     """What joins the ranks that were timed together; None for a single one."""
     host_known: bool = True
     """Whether the seconds of the host were measured, and not only calls."""
+    pace_seconds: float = 0.0
+    """Of the product that tells a CPU's pace, at its fastest, as which all costs are; 0 where it was not asked."""
+    slowness: float = 1.0
+    """How many times as long that product took in slow moments while calls were timed."""
     busy_cores: float = field(default=0.0, compare=False)
     """That other programs used while a part of it was measured: then all may be too high."""
 
@@ -81,6 +85,10 @@ class CostTable:
         slower = {name: getattr(self, name) * factor for name in _OF_HOST}
         measured = {call: factor * seconds for call, seconds in self.measured.items()}
         return replace(self, measured=measured, link=self.link and self.link.slowed(factor), **slower)
+
+    def moving_seconds(self, work: Work) -> float:
+        """Of memory, for what a call moves: they do not change with the pace of a CPU."""
+        return work.bytes / self._bandwidth
 
     def cost(self, call: OperatorCall, work: Work) -> Cost:
         """Of one call."""
@@ -190,7 +198,7 @@ _OF_HOST = (
     "backward_call_seconds", "forward_call_seconds", "optimizer_call_seconds", "step_seconds",
     "checkpoint_call_seconds", "checkpoint_operator_seconds",
 )  # fmt: skip
-_KEPT = ("name", *_OF_HOST, "asynchronous")
+_KEPT = ("name", *_OF_HOST, "asynchronous", "pace_seconds", "slowness")
 
 
 def _base(operator: str) -> str:

@@ -254,7 +254,7 @@ def _path(config: Config, resolved: Resolved) -> Path:
     return runs_folder(config.trial.folder) / ".calls" / f"{key}.json"
 
 
-_FORMAT = 4
+_FORMAT = 5
 
 
 def _read(path: Path) -> CostTable | None:
@@ -297,7 +297,8 @@ def _measured(
     paths = RunPaths(scratch.make(_PREFIX))
     try:
         paths.marker.touch()
-        task = {"job": "time_calls", "timing": {"seconds": seconds, "host": host, "each": each}, "removed": "when lost"}
+        timing = {"seconds": seconds, "host": host, "each": each, "pace_seconds": table.pace_seconds}
+        task = {"job": "time_calls", "timing": timing, "removed": "when lost"}
         payload = {"calls": [call.to_json() for call in calls], "cells": {}}
         write_run(paths, json.dumps(quick.values()), cloudpickle.dumps(payload), {**environment_of(resolved), **task})
         trial = Trial(paths, quick)
@@ -316,6 +317,8 @@ def _measured(
     finally:
         scratch.remove_folder(paths.directory)
     table = table.with_calls({OperatorCall.of(call): float(spent) for call, spent in found["calls"]})
+    slowness = max(table.slowness, float(found["slowness"]))
+    table = dataclasses.replace(table, pace_seconds=float(found["pace_seconds"]), slowness=slowness)
     if found["link"]:
         ranks = resolved.world_size
         link = Link(name=f"what joins {ranks} ranks here, measured", measured=True, **found["link"])

@@ -25,7 +25,7 @@ from kit.chunks.cost import LayoutCost
 from kit.config import Config
 from kit.errors import KitError
 from kit.json_text import write_json
-from kit.machine.processes import BUSY_CORES
+from kit.machine.processes import BUSY_CORES, slowed
 from kit.memory.query import MOST_RANKS, MemoryQuery, make_query
 from kit.memory.recordings import RecordingRequest, UnansweredError, cached_recording, recordings_of
 from kit.memory.replay.cards import CARDS, THIS_MACHINE, DeviceTarget, emulated, target_of
@@ -63,9 +63,11 @@ def predict_speed(
     """Predict the seconds of a training step, samples per second, and what binds them, before anything is trained.
 
     For this machine, operators are measured in a process of its own: about a minute the first time, and some seconds
-    for what a new module brings. That is a step with the cores to itself; a trial shares them with the notebook's
-    kernel and browser, and its row tells how much all others used (`other_cores`). For a card of the table its data
-    sheet is taken, and nothing is measured.
+    for what a new module brings. That is a step with the cores to itself and at their fastest; a trial shares them with
+    the notebook's kernel and browser, and its row tells how much all others used (`other_cores`). Neighbours on a
+    shared host and lowered clocks slow a CPU too: the range reaches to its slow moments, and the row tells how many
+    times as long a step takes at the pace of the trial (`slowdown`). For a card of the table its data sheet is taken,
+    and nothing is measured.
 
     Args:
         config: What would run; the default config when left out.
@@ -170,7 +172,8 @@ def speed_of(
     if isinstance(priced, CardCosts):
         priced = replace(priced, tf32=bool(recording.facts.get("tf32")))
     usual = link_within("cpu" if target.device_kind == "cpu" else target.name)
-    timed = priced.link if isinstance(priced, CostTable) else None
+    table = priced if isinstance(priced, CostTable) else None
+    timed = table.link if table else None
     within = find_link(link) if link is not None else timed or usual
     nodes = find_link(between or "network-100G") if target.device_kind == "cuda" else None
     time = price(
@@ -189,7 +192,9 @@ def speed_of(
         device=target.name if devices == 1 else f"{devices} × {target.name}", devices=devices,
         batch_size=step.batch_size, accumulate=step.accumulate, time=time, mfu=_mfu(step, time, priced),
         costs=priced.name, on_gpu=target.device_kind == "cuda", link=within,
-        busy_cores=priced.busy_cores if isinstance(priced, CostTable) else 0.0,
+        busy_cores=table.busy_cores if table else 0.0, pace_seconds=table.pace_seconds if table else 0.0,
+        slowness=table.slowness if table else 1.0,
+        computing_fraction=_computing_fraction(time, table) if table else 1.0,
         reasons=(
             *emulated(str(recording.facts.get("precision", "")), target), *_sources(time, priced, devices, within),
             *reasons,
@@ -227,7 +232,8 @@ def leave_speed(memory: MemoryEstimate, config: Config, paths: RunPaths) -> None
         speeds = found.samples_per_second, found.low_samples_per_second, found.high_samples_per_second
         with contextlib.suppress(OSError):
             told = dict(zip(SPEED_FIELDS, speeds, strict=True))
-            write_json(paths.predicted_speed, {**told, "busy_cores": found.busy_cores})
+            pace = {"pace_seconds": found.pace_seconds, "computing_fraction": found.computing_fraction}
+            write_json(paths.predicted_speed, {**told, **pace, "busy_cores": found.busy_cores})
 
 
 SPEED_FIELDS = ("samples_per_second", "low", "high")
@@ -248,6 +254,12 @@ def _traffic(step: StepOperators) -> Traffic:
         gradient_bytes=float(facts.get("trainable_parameters", 0)) * element,
         strategy="ddp" if strategy == "none" else strategy,
     )  # fmt: skip
+
+
+def _computing_fraction(time: StepTime, table: CostTable) -> float:
+    """Of a step's seconds, those that are not spent on moving memory."""
+    moving = np.array([table.moving_seconds(work) for work in time.step.call_work])[time.step.call] * time.step.repeats
+    return 1.0 - float(np.minimum(moving, time.operator_seconds).sum()) / (time.seconds or 1.0)
 
 
 def _mfu(step: StepOperators, time: StepTime, costs: Costs) -> float | None:
@@ -271,6 +283,12 @@ def _sources(time: StepTime, costs: Costs, devices: int, within: Link) -> list[s
         found.append(
             f"other programs used {costs.busy_cores:.1f} cores while operators were measured: the costs may be too "
             "high, and serve this kernel alone"
+        )
+    if isinstance(costs, CostTable) and costs.slowness > _UNEVEN:
+        found.append(
+            f"the cores of this machine are {costs.slowness:.1f} times slower at times, which no program here explains "
+            "(neighbours on a shared host, a lowered clock): a step takes that long at their fastest, and up to the "
+            "range's end in such moments"
         )
     if devices > 1:
         late = within.late_seconds(time.work_seconds)
@@ -363,6 +381,12 @@ class SpeedEstimate(Drawable):
     """What would run; None where only a recording was priced."""
     busy_cores: float = 0.0
     """That other programs used while the operators of this machine were measured."""
+    pace_seconds: float = 0.0
+    """Of the product that tells a CPU's pace, at the fastest, of which the seconds are; 0 where it was not asked."""
+    slowness: float = 1.0
+    """How many times as long that product takes in slow moments: the range's upper end is of those."""
+    computing_fraction: float = 1.0
+    """Of the step's seconds, what changes with the pace."""
     correction: float = 1.0
     """measured / predicted seconds of a trial of the same model, by which the step is corrected."""
 
@@ -381,9 +405,10 @@ class SpeedEstimate(Drawable):
 
     @property
     def _range(self) -> tuple[float, float]:
+        slower = slowed(self.slowness, self.computing_fraction)
         if self.correction == 1.0:
-            return self.time.low_seconds, self.time.high_seconds
-        return self.step_seconds / _CORRECTED_DOUBT, self.step_seconds * _CORRECTED_DOUBT
+            return self.time.low_seconds, self.time.high_seconds * slower
+        return self.step_seconds / _CORRECTED_DOUBT, self.step_seconds * _CORRECTED_DOUBT * slower
 
     @property
     def samples(self) -> int:
@@ -457,4 +482,4 @@ class SpeedEstimate(Drawable):
 
 
 _COLUMNS = ("kind of operator", "a step", "share")
-_CORRECTED_DOUBT = 1.1
+_CORRECTED_DOUBT, _UNEVEN = 1.1, 1.15

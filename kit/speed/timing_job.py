@@ -6,9 +6,10 @@ loop. Least squares give seconds for each call of a phase and for each batch; wh
 
     phase - calls = per_call × calls + per_batch
 
-Several ranks time the same calls at once, since they share caches, memory and power; rank 0 tells its figures. What
-joins them is timed by sums over all ranks of several sizes, which take turns so that none finds its numbers in a cache,
-and fitted:
+How fast a CPU is changes within seconds on a shared host, so it is asked before and after each call, and costs are
+those of its fastest. Several ranks time the same calls at once, since they share caches, memory and power; rank 0 tells
+its figures. What joins them is timed by sums over all ranks of several sizes, which take turns so that none finds its
+numbers in a cache, and fitted:
 
     all-reduce of S bytes = 2 (n - 1) × latency + 2 (n - 1) / n × S / bytes per second
 
@@ -23,6 +24,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import math
+import operator
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -33,21 +35,25 @@ import cloudpickle
 import numpy as np
 import torch
 import torch.distributed as dist
-from lightning.pytorch import LightningModule
+from lightning.pytorch import Callback, LightningModule
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
+from typing_extensions import override
 
 from kit.json_text import write_json
 from kit.machine.machine import hardware
+from kit.machine.processes import slowed
 from kit.memory.record.dry_run import DryRun, record
 from kit.memory.record.fakes import is_emulated
 from kit.memory.replay.calls import OperatorCall
 from kit.memory.replay.replay import PHASES
 from kit.speed.call_timer import OtherLoad, time_call
 from kit.speed.operators import step_of
+from kit.speed.work import work_of
 from kit.train.rendezvous import open_store
 from kit.train.trainer import make_trainer
 from kit.trial.context import Context
+from kit.trial.meters import CpuPace
 from kit.trial.recorder import StepClock, StepRecorder
 
 if TYPE_CHECKING:
@@ -57,6 +63,8 @@ RESULT = "calls.json"
 _STEPS, _SKIPPED = 14, 4
 _MODULE_SECONDS = 4.0
 _SAMPLES = 4096
+_CALL_SECONDS, _LEAST_MOVED = 0.04, 1 << 20
+_SLOW, _ROUNDS = 1.1, 3
 _REPEATED, _CHECKPOINTED_STEPS = (2, 40), 100
 _LINK_BYTES, _LINK_REPEATS = (1 << 12, 1 << 16, 1 << 20, 1 << 22, 25 << 20, 25 << 20), 16
 """The last two together are more than caches keep."""
@@ -74,17 +82,28 @@ def time_calls(context: Context) -> None:
     link: dict[str, float] = {}
     host: dict[str, float] = {}
     with _met(context, device) as total, OtherLoad(total) as others:
-        measured = _timed(sent, device, float(task["seconds"]), each=task["each"])
+        of_first = partial(_of_first, context.rank) if context.world_size > 1 else operator.call
+        timed = TimedCalls(CpuPace(device, fastest_seconds=float(task["pace_seconds"])), of_first)
+        timed.time(sent, device, float(task["seconds"]), each=task["each"])
         if task["host"]:
-            host = _host_costs(context, device, measured)
+            host = _host_costs(context, device, timed)
         if context.world_size > 1:
             link = _link(context.world_size, device)
     if context.rank:
         return
-    calls = [[call.to_json(), seconds] for call, seconds in measured.items()]
-    result = {"calls": calls, "host": host, "link": link, "others": others.cores}
+    calls = [[call.to_json(), seconds] for call, seconds in timed.at_fastest().items()]
+    result = {
+        "calls": calls, "host": host, "link": link, "others": others.cores, "slowness": timed.slowness,
+        "pace_seconds": timed.pace.fastest_seconds,
+    }  # fmt: skip
     write_json(context.paths.directory / RESULT, result)
     context.writer.write("calls_timed", count=len(calls), others=others.cores)
+
+
+def _of_first(rank: int, find: Callable[[], float]) -> float:
+    found = torch.tensor([0.0 if rank else find()], dtype=torch.float64)
+    dist.broadcast(found, 0)
+    return float(found)
 
 
 @contextlib.contextmanager
@@ -159,22 +178,75 @@ def _lateness(ranks: int, meeting_seconds: float) -> float:
     return max(0.0, whole - alone - meeting_seconds) / math.sqrt(alone)
 
 
-def _timed(
-    calls: Sequence[OperatorCall], device: torch.device, seconds: float, *, each: bool = False
-) -> dict[OperatorCall, float]:
-    """The calls that could be timed: each of them, or the first until the time is up."""
-    found: dict[OperatorCall, float] = {}
-    ends, share = time.perf_counter() + seconds, seconds / max(1, len(calls))
-    for call in calls:
-        if time.perf_counter() > ends and not each:
-            break
-        took = time_call(call, device, max(0.004, min(0.06, share)))
-        if took is not None:
-            found[call] = took
-    return found
+@dataclasses.dataclass(slots=True)
+class TimedCalls:
+    """What calls took, and how fast the CPU was meanwhile.
+
+    Several ranks time the same calls at the same moments, and the first of them asks for the pace while others wait.
+    """
+
+    pace: CpuPace
+    of_first: Callable[[Callable[[], float]], float] = operator.call
+    """What the first rank finds, told to all of them."""
+    seconds: dict[OperatorCall, float] = dataclasses.field(default_factory=dict)
+    pace_seconds: dict[OperatorCall, float] = dataclasses.field(default_factory=dict)
+    """In the moment that the seconds are of."""
+    slowest_pace_seconds: list[float] = dataclasses.field(default_factory=list)
+    """In each moment."""
+
+    def time(self, calls: Sequence[OperatorCall], device: torch.device, seconds: float, *, each: bool = False) -> None:
+        """Each call that can be timed, or the first until the time is up.
+
+        Those timed while the CPU was slower than at its fastest are timed again, twice at most, in the time that is
+        left.
+        """
+        ends, share = time.perf_counter() + seconds, max(0.004, min(_CALL_SECONDS, seconds / max(1, len(calls))))
+        left = list(calls)
+        for _ in range(_ROUNDS):
+            for call in left:
+                over = self.of_first(lambda: float(time.perf_counter() > ends))
+                if over and not (each and call not in self.pace_seconds):
+                    return
+                before = self.of_first(self.pace.seconds)
+                took = time_call(call, device, share)
+                after = self.of_first(self.pace.seconds)
+                during = (before + after) / 2
+                self.pace.fastest_seconds = min(self.pace.fastest_seconds, before, after)
+                self.slowest_pace_seconds.append(during)
+                if took is not None and during <= self.pace_seconds.get(call, math.inf):
+                    self.seconds[call] = took
+                self.pace_seconds[call] = min(during, self.pace_seconds.get(call, math.inf))
+            left = [call for call in calls if self._is_slow(self.pace_seconds[call])]
+
+    def _is_slow(self, pace_seconds: float) -> bool:
+        return self.pace.slowness(pace_seconds) > _SLOW
+
+    @property
+    def slowness(self) -> float:
+        """How many times as long the CPU took for its product, in the slowest of these moments but a tenth."""
+        found = sorted(self.slowest_pace_seconds)
+        return self.pace.slowness(found[9 * len(found) // 10]) if found else 1.0
+
+    def at_fastest(self) -> dict[OperatorCall, float]:
+        """What they take at the CPU's fastest, which changes nothing of what memory takes.
+
+            seconds ÷ slowed(slowness, computing),   computing = 1 - bytes ÷ bandwidth ÷ seconds
+
+        The bandwidth is that of the fastest copies and sums of much memory among them.
+        """
+        works = {call: work_of(call) for call in self.seconds}
+        bandwidth = max((
+            work.bytes / self.seconds[call] for call, work in works.items()
+            if work.kind in ("elementwise", "copy") and work.bytes > _LEAST_MOVED
+        ), default=math.inf)  # fmt: skip
+        found = {}
+        for call, seconds in self.seconds.items():
+            computing = max(0.0, 1 - works[call].bytes / bandwidth / seconds)
+            found[call] = seconds / slowed(self.pace.slowness(self.pace_seconds[call]), computing)
+        return found
 
 
-def _host_costs(context: Context, device: torch.device, measured: dict[OperatorCall, float]) -> dict[str, float]:
+def _host_costs(context: Context, device: torch.device, timed: TimedCalls) -> dict[str, float]:
     """Seconds of the host by name; the calls of typical modules are timed too, as a table starts with them."""
     config = context.config.replace({"trial.max_steps": _STEPS, "levers.accumulate_grad_batches": 1})
     kind: Any = "cpu" if device.type == "cpu" else "cuda"
@@ -186,11 +258,11 @@ def _host_costs(context: Context, device: torch.device, measured: dict[OperatorC
     for module, data, precision in (*_typical_modules(device), *tiny):
         given = cast(Callable[[], dict[str, Any]], partial(dict, datamodule=data()))
         step = step_of(record(module, given, DryRun(config, precision, 1, kind, capability)))
-        new = [call for call in step.calls if call not in measured]
-        measured |= _timed(new, device, _MODULE_SECONDS)
+        timed.time([call for call in step.calls if call not in timed.seconds], device, _MODULE_SECONDS)
         if (module, data, precision) not in tiny:
             continue
-        parts = _part_seconds(context, config, module(), {"datamodule": data()}, precision)
+        parts = _part_seconds(context, config, module(), {"datamodule": data()}, precision, timed.pace)
+        measured = timed.at_fastest()
         seconds = np.array([measured.get(call, 0.0) for call in step.calls])[step.call] * step.repeats
         for part, spent in parts.items():
             took[part].append(spent)
@@ -269,20 +341,35 @@ class _Kept:
         return lambda *_args, **_named: None
 
 
+class _Paces(Callback):
+    """Asks for the pace after each step, in the time that the next one waits for data."""
+
+    def __init__(self, pace: CpuPace, clock: StepClock) -> None:
+        self.seconds: list[float] = []
+        self._ask = clock.timed("wait", pace.seconds)
+
+    @override
+    def on_train_batch_end(self, *_: Any) -> None:
+        self.seconds.append(self._ask())
+
+
 def _part_seconds(
-    context: Context, config: Any, module: LightningModule, data: dict[str, Any], precision: str
+    context: Context, config: Any, module: LightningModule, data: dict[str, Any], precision: str, pace: CpuPace
 ) -> dict[str, float]:
-    """Of the host in a step, by part: medians of the faster half of some steps."""
+    """Of the host in a step, by part: medians of some steps, each as it would be at the CPU's fastest."""
     kept, clock = _Kept(), StepClock()
+    paces = _Paces(pace, clock)
     inner = dataclasses.replace(context, writer=cast("EventWriter", kept), config=config, clock=clock)
     trainer = make_trainer(
         config, accelerator=context.environment["accelerator"], world_size=1, precision=precision, module=module,
-        callbacks=[StepRecorder(inner, clock)], profiler=clock, max_steps=_STEPS,
+        callbacks=[StepRecorder(inner, clock), paces], profiler=clock, max_steps=_STEPS,
         default_root_dir=context.paths.directory,
     )  # fmt: skip
     trainer.fit(module, **data)
-    steady = sorted(kept.steps[_SKIPPED:], key=lambda step: sum(step.values()))
-    steady = steady[: max(1, len(steady) // 2 + 1)]
+    steady = [
+        {part: step[part] / slowed(pace.slowness((before + after) / 2)) for part in _PARTS}
+        for step, before, after in zip(kept.steps[1:], paces.seconds, paces.seconds[1:], strict=False)
+    ][_SKIPPED - 1 :]  # fmt: skip
     return {part: statistics.median(step[part] for step in steady) for part in _PARTS}
 
 

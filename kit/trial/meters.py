@@ -1,11 +1,12 @@
 """Callbacks that measure what a fit takes: CPU seconds, energy, carbon, the work of a step, and peak memory.
 
-Each writes one event per rank, at most, and none costs a measured step anything.
+Each writes one event per rank, at most, and none costs a measured step anything, but `CpuPace` a fraction of a percent.
 
 - `CpuUse`, `cpu_used`: CPU seconds of a rank and its loader processes after the warm-up steps, from two readings of the
   system's clocks. CPU seconds over wall seconds are cores. A process's clock counts all its threads; loader processes
   count as far as they live at both readings. A thread that is ready but has no core is *queued* (on Linux), not idle.
   What all programs of the machine used, less the ranks and all that they started, is what others used meanwhile.
+  How fast a CPU is between steps, `CpuPace`, is asked four times a second, for half a millisecond.
 - `EnergyUse`, `energy_measured`: joules and seconds of the rank's own GPU after the warm-up steps, from two readings of
   the card's own counter; joules over seconds are watts of the whole board, with whatever else runs on it. No event on
   the CPU, without NVML, for a card without a counter, a MIG instance, and when the counter moved too few times; watts
@@ -32,7 +33,9 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 import os
+import statistics
 import sys
 import threading
 import time
@@ -136,6 +139,45 @@ class AfterWarmup(Callback, Generic[Reading]):
         self.on_train_end(trainer, pl_module)
 
 
+class CpuPace:
+    """How fast a CPU is at a moment, as the seconds of a small product; not asked of a GPU or among several ranks.
+
+    Neighbours on the cores of a shared host, and clocks, change it to and fro within seconds: on one by 2 times, while
+    memory stayed as fast. No counter of the system tells.
+
+    Args:
+        device: What computes.
+        ranks: That compute together; what they do to one another is no pace.
+        fastest_seconds: Seen before on this machine; 0 where nothing was.
+    """
+
+    def __init__(self, device: torch.device, ranks: int = 1, fastest_seconds: float = 0.0) -> None:
+        self.is_known = device.type == "cpu" and ranks == 1
+        self.fastest_seconds = fastest_seconds or (math.inf if self.is_known else 0.0)
+        self._factor = torch.full((_PACE_SIDE, _PACE_SIDE), 0.5, dtype=torch.float32, device="cpu")
+        self._product = torch.empty_like(self._factor)  # asking allocates nothing, as a fit's memory may be counted
+
+    def seconds(self, repeats: int = 4) -> float:
+        """Now: the median of a few; 0 where it is not asked."""
+        if not self.is_known:
+            return 0.0
+        found = []
+        for _ in range(repeats):
+            began = time.perf_counter()
+            torch.mm(self._factor, self._factor, out=self._product)
+            found.append(time.perf_counter() - began)
+        now = statistics.median(found)
+        self.fastest_seconds = min(self.fastest_seconds, now)
+        return now
+
+    def slowness(self, seconds: float) -> float:
+        """How many times as long as at its fastest the product took; 1 where it is not asked."""
+        return max(1.0, seconds / self.fastest_seconds) if self.is_known else 1.0
+
+
+_PACE_SIDE, _PACE_EVERY_SECONDS, _PACE_REPEATS = 256, 0.25, 3
+
+
 class _CpuSeconds(NamedTuple):
     wall: float
     machine: float
@@ -150,6 +192,22 @@ class _CpuSeconds(NamedTuple):
 
 class CpuUse(AfterWarmup[_CpuSeconds]):
     """Writes `cpu_used` when training ends, if a step was measured."""
+
+    def __init__(self, context: Context) -> None:
+        super().__init__(context)
+        device = torch.device("cpu" if context.environment.get("accelerator") == "cpu" else "cuda")
+        self._pace = CpuPace(device, context.world_size)
+        self._paces: list[float] = []
+        self._asked = 0.0
+
+    @override
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        due = self._pace.is_known and time.perf_counter() - self._asked >= _PACE_EVERY_SECONDS
+        if self._has_begun and due and not torch.autograd.profiler._is_profiler_enabled:  # a trace is of the training
+            self._paces.append(self._pace.seconds(_PACE_REPEATS))
+            self._asked = time.perf_counter()
 
     @override
     def read(self, trainer: Trainer) -> _CpuSeconds:
@@ -171,6 +229,7 @@ class CpuUse(AfterWarmup[_CpuSeconds]):
             queued_seconds=now.queued - first.queued,
             workers_seconds=sum(now.family[pid] - first.family[pid] for pid in workers),
             workers=getattr(trainer.train_dataloader, "num_workers", 0),
+            pace_seconds=statistics.fmean(self._paces) if self._paces else None,
         )
 
 

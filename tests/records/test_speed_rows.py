@@ -4,6 +4,7 @@ import pytest
 
 import kit
 from kit.json_text import write_json
+from kit.machine.processes import slowed
 from kit.records.ratios import with_speeds
 from kit.records.row import row_of_trial
 from kit.speed.prediction import SPEED_FIELDS
@@ -43,6 +44,15 @@ def test_a_slower_trial_is_told_beside_the_cores_that_others_used():
     assert "1.2 cores" in faster["ratio_notes"], "what slowed the trial that predicted this one"
 
 
+def test_a_trial_on_slower_cores_is_held_against_what_is_predicted_at_their_pace():
+    slower, usual = (with_speeds([row("1", 52.0, 100.0, slowdown=pace)])[0] for pace in (1.9, 1.02))
+    assert slower["samples_per_second_ratio"] == pytest.approx(0.52), "the ratio is of what was seen"
+    assert "0.99 of what" in slower["ratio_notes"]
+    assert "pace" not in usual["ratio_notes"]
+    *_, other = with_speeds([row("1", 52.0, 100.0, slowdown=2.0), row("2", 40.0, 50.0, key="b")])
+    assert other["samples_per_second_predicted"] == pytest.approx(52.0), "a slow moment is no fault of the model's"
+
+
 def test_what_the_operators_were_off_by_corrects_the_next_setting_of_the_same_module():
     _, other, stranger = with_speeds([
         row("1", 50.0, 100.0), row("2", 26.0, 50.0, key="b"), row("3", 70.0, 80.0, key="c", module="Other"),
@@ -67,3 +77,17 @@ def test_a_row_reads_it_from_the_run_directory(config):
     assert [found[f"samples_per_second_{name}"] for name in ("predicted", "low", "high")] == [100.0, 80.0, 125.0]
     trial.paths.predicted_speed.unlink()
     assert row_of_trial(trial)["samples_per_second_predicted"] is None
+
+
+def test_a_row_tells_how_much_slower_a_step_was_by_the_pace_of_its_cores(config):
+    asked = config().replace({"trial.max_steps": 60, "trial.warmup_steps": 2})
+    trial = kit.fit(asked, TinyModule, TinyData).wait()
+    pace = trial.event("cpu_used")["pace_seconds"]
+    assert 0 < pace < 1
+    told = dict(zip(SPEED_FIELDS, (10.0, 8.0, 12.0), strict=True))
+    write_json(trial.paths.predicted_speed, {**told, "pace_seconds": pace / 2, "computing_fraction": 0.5})
+    assert row_of_trial(trial)["slowdown"] == pytest.approx(slowed(2.0, 0.5))
+    write_json(trial.paths.predicted_speed, told)
+    assert row_of_trial(trial)["slowdown"] is None
+    two = kit.fit(config(ranks=2), TinyModule, TinyData).wait()
+    assert two.event("cpu_used")["pace_seconds"] is None, "what ranks do to one another is no pace"

@@ -6,6 +6,7 @@ import sys
 from dataclasses import replace
 
 import pytest
+import torch
 from waiting import wait_until
 
 import kit
@@ -13,8 +14,9 @@ from kit import tables
 from kit.charts.style import png
 from kit.errors import PlanError
 from kit.machine.machine import hardware
+from kit.machine.processes import slowed
 from kit.memory.prediction import predict_memory
-from kit.memory.replay.calls import OperatorCall
+from kit.memory.replay.calls import OperatorCall, TensorSpec
 from kit.memory.replay.cards import target_of
 from kit.records.row import row_of_trial
 from kit.speed import measure
@@ -23,7 +25,9 @@ from kit.speed.cost_table import CostTable
 from kit.speed.links import find_link
 from kit.speed.operators import step_of
 from kit.speed.prediction import predict_speed, speed_beside, speed_of
+from kit.speed.timing_job import TimedCalls
 from kit.testing import TinyData, TinyModule
+from kit.trial.meters import CpuPace
 
 
 @pytest.fixture(scope="module")
@@ -231,9 +235,67 @@ def test_ranks_beyond_the_cores_take_turns(config, monkeypatch):
     assert measure._at_once(config(), 1)[1] == 1
 
 
-def test_every_call_of_a_step_but_views_can_be_made_again(config):
-    import torch
+class Planted(CpuPace):
+    """A CPU whose product takes the seconds that a test gives, one after the other, and then at its fastest."""
 
+    def __init__(self, *seconds):
+        super().__init__(torch.device("cpu"), fastest_seconds=1.0)
+        self.left = list(seconds)
+
+    def seconds(self, repeats=4):
+        return self.left.pop(0) if self.left else 1.0
+
+
+def calls_of(config):
+    step = step_of(predict_memory(config(), TinyModule, TinyData).recording)
+    return [call for call, work in zip(step.calls, step.call_work, strict=True) if work.kind != "view"]
+
+
+def test_a_call_that_was_timed_while_the_cpu_was_slow_is_timed_again(config):
+    calls = calls_of(config)[:2]
+    timed = TimedCalls(Planted(2.0, 2.0))
+    timed.time(calls, torch.device("cpu"), 60.0)
+    assert timed.pace_seconds == dict.fromkeys(calls, 1.0)
+    assert timed.slowest_pace_seconds == [2.0, 1.0, 1.0]
+    assert timed.slowness == 2.0
+
+
+def test_calls_cost_what_they_do_at_the_fastest_but_memory_is_as_fast_as_it_was():
+    large = TensorSpec((1 << 22,), "float32")
+    copy = OperatorCall("aten::clone", (large,), (), (large,))
+    square = TensorSpec((64, 64), "float32")
+    product = OperatorCall("aten::mm", (square, square), (), (square,))
+    timed = TimedCalls(Planted(), seconds={copy: 0.01, product: 1.0}, pace_seconds={copy: 2.0, product: 2.0})
+    found = timed.at_fastest()
+    assert found[copy] == pytest.approx(0.01 / slowed(2.0, 0.0))
+    assert found[product] == pytest.approx(1.0 / slowed(2.0), rel=1e-3)
+    assert found[product] < 0.6
+
+
+def test_a_gpu_and_several_ranks_have_no_pace():
+    for pace in (CpuPace(torch.device("cuda")), CpuPace(torch.device("cpu"), ranks=2, fastest_seconds=1e-9)):
+        assert (pace.seconds(), pace.slowness(1.0)) == (0.0, 1.0)
+    here = CpuPace(torch.device("cpu"))
+    assert here.slowness(here.seconds()) >= 1
+    assert CpuPace(torch.device("cpu"), fastest_seconds=1e-9).slowness(here.seconds()) > 1
+
+
+def test_the_range_reaches_to_the_slow_moments_of_a_machine(memory):
+    table = CostTable("this CPU", {}, 1e-5, 1e-5, 1e-3, pace_seconds=1e-4, slowness=2.0)
+    target = replace(target_of("T4-16GB"), device_kind="cpu")
+    found = {
+        slowness: speed_of(memory.recording, target, costs=replace(table, slowness=slowness)) for slowness in (1.0, 2.0)
+    }
+    assert found[1.0].step_seconds == found[2.0].step_seconds
+    assert found[1.0].low_seconds == found[2.0].low_seconds
+    assert 0 < found[2.0].computing_fraction <= 1
+    widened = slowed(2.0, found[2.0].computing_fraction)
+    assert found[2.0].high_seconds == pytest.approx(widened * found[1.0].high_seconds)
+    assert any("neighbours" in reason for reason in found[2.0].reasons)
+    assert not any("neighbours" in reason for reason in found[1.0].reasons)
+
+
+def test_every_call_of_a_step_but_views_can_be_made_again(config):
     step = step_of(predict_memory(config(), TinyModule, TinyData).recording)
     failed = [
         call.operator for call, work in zip(step.calls, step.call_work, strict=True)
