@@ -87,7 +87,7 @@ class CostTable:
         return replace(self, measured=measured, link=self.link and self.link.slowed(factor), **slower)
 
     def moving_seconds(self, work: Work) -> float:
-        """Of memory, for what a call moves: they do not change with the pace of a CPU."""
+        """Of memory, for what a call moves: they hardly change with the pace of a CPU."""
         return work.bytes / self._bandwidth
 
     def cost(self, call: OperatorCall, work: Work) -> Cost:

@@ -286,9 +286,8 @@ def _sources(time: StepTime, costs: Costs, devices: int, within: Link) -> list[s
         )
     if isinstance(costs, CostTable) and costs.slowness > _UNEVEN:
         found.append(
-            f"the cores of this machine are {costs.slowness:.1f} times slower at times, which no program here explains "
-            "(neighbours on a shared host, a lowered clock): a step takes that long at their fastest, and up to the "
-            "range's end in such moments"
+            f"the cores of this machine take {costs.slowness:.1f} times as long at times (other programs, neighbours "
+            "on a shared host, a lowered clock): the step is at their fastest, and the range's end in such moments"
         )
     if devices > 1:
         late = within.late_seconds(time.work_seconds)

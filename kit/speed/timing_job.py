@@ -191,7 +191,7 @@ class TimedCalls:
     seconds: dict[OperatorCall, float] = dataclasses.field(default_factory=dict)
     pace_seconds: dict[OperatorCall, float] = dataclasses.field(default_factory=dict)
     """In the moment that the seconds are of."""
-    slowest_pace_seconds: list[float] = dataclasses.field(default_factory=list)
+    each_pace_seconds: list[float] = dataclasses.field(default_factory=list)
     """In each moment."""
 
     def time(self, calls: Sequence[OperatorCall], device: torch.device, seconds: float, *, each: bool = False) -> None:
@@ -212,7 +212,7 @@ class TimedCalls:
                 after = self.of_first(self.pace.seconds)
                 during = (before + after) / 2
                 self.pace.fastest_seconds = min(self.pace.fastest_seconds, before, after)
-                self.slowest_pace_seconds.append(during)
+                self.each_pace_seconds.append(during)
                 if took is not None and during <= self.pace_seconds.get(call, math.inf):
                     self.seconds[call] = took
                 self.pace_seconds[call] = min(during, self.pace_seconds.get(call, math.inf))
@@ -224,11 +224,11 @@ class TimedCalls:
     @property
     def slowness(self) -> float:
         """How many times as long the CPU took for its product, in the slowest of these moments but a tenth."""
-        found = sorted(self.slowest_pace_seconds)
+        found = sorted(self.each_pace_seconds)
         return self.pace.slowness(found[9 * len(found) // 10]) if found else 1.0
 
     def at_fastest(self) -> dict[OperatorCall, float]:
-        """What they take at the CPU's fastest, which changes nothing of what memory takes.
+        """What they take at the CPU's fastest, which changes little of what memory takes.
 
             seconds ÷ slowed(slowness, computing),   computing = 1 - bytes ÷ bandwidth ÷ seconds
 

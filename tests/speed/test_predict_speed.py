@@ -256,7 +256,7 @@ def test_a_call_that_was_timed_while_the_cpu_was_slow_is_timed_again(config):
     timed = TimedCalls(Planted(2.0, 2.0))
     timed.time(calls, torch.device("cpu"), 60.0)
     assert timed.pace_seconds == dict.fromkeys(calls, 1.0)
-    assert timed.slowest_pace_seconds == [2.0, 1.0, 1.0]
+    assert timed.each_pace_seconds == [2.0, 1.0, 1.0]
     assert timed.slowness == 2.0
 
 
