@@ -20,7 +20,7 @@ from kit.memory.replay.calls import OperatorCall, TensorSpec
 from kit.memory.replay.cards import target_of
 from kit.records.row import row_of_trial
 from kit.speed import measure
-from kit.speed.call_timer import time_call
+from kit.speed.call_timer import _arguments, time_call
 from kit.speed.cost_table import CostTable
 from kit.speed.links import find_link
 from kit.speed.operators import step_of
@@ -302,3 +302,11 @@ def test_every_call_of_a_step_but_views_can_be_made_again(config):
         if work.kind != "view" and time_call(call, torch.device("cpu"), 0.001) is None
     ]  # fmt: skip
     assert failed == []
+
+
+def test_what_a_recurrent_kernel_keeps_for_its_backward_pass_holds_ordinary_numbers():
+    values, kept = TensorSpec((4, 2, 8), "float32"), TensorSpec((1024,), "uint8")
+    call = OperatorCall("aten::mkldnn_rnn_layer_backward", (values, kept), (), ())
+    (_, reserve), _ = _arguments(call, torch.device("cpu"))
+    numbers = reserve.view(torch.float32).abs()
+    assert bool(((numbers > 0.1) & (numbers < 10)).all()), "what is nearly zero takes a processor twice as long"
