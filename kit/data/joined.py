@@ -143,7 +143,7 @@ def join(
                     )
                 arrays[name] = info
     else:
-        notes, follow = tuple(_unlike_coordinates(parts, dimension, align)), dimension in sizes
+        follow = dimension in sizes
         if follow and align == "exact":
             _refuse_disorder(parts, dimension)
         for name, info in parts[0].arrays.items():
@@ -151,6 +151,8 @@ def join(
                 arrays[name] = _along(dimension, name, parts)
             elif dimension not in info.dims:
                 arrays[name] = info  # a static field, of the first store
+        static = [name for name in arrays if dimension not in arrays[name].dims]
+        notes = (*_unlike_coordinates(parts, dimension, align), *_fields_of_first(parts, static))
     if not arrays:
         raise _error("the stores have no variable in common")
     sources = sources or {name: _places(parts, dimension, name, info) for name, info in arrays.items()}
@@ -406,6 +408,23 @@ def _unlike_coordinates(parts: Sequence[Dataset], dimension: str, align: Align) 
             if unlike or (None not in sums and sums[0] != sums[1]):
                 yield f"{name} is another in {redact(part.url)}, whose elements go by their place"
                 break
+
+
+def _fields_of_first(parts: Sequence[Dataset], names: Sequence[str]) -> Iterator[str]:
+    """Fields that several stores have and that are taken of the first: nothing is read to compare them."""
+    first = parts[0]
+    for name in names:
+        others = [part for part in parts[1:] if name in part.arrays]
+        unlike = next((part for part in others if _shape(part, name) != _shape(first, name)), None)
+        if unlike is not None:
+            yield f"{name} is another in {redact(unlike.url)}; that of {redact(first.url)} is taken for all"
+        elif others:
+            yield f"{name} of {redact(first.url)} is taken for all; it is not compared with that of the others"
+
+
+def _shape(part: Dataset, name: str) -> tuple[tuple[int, ...], str]:
+    info = part.arrays[name]
+    return info.shape, str(info.dtype)
 
 
 def _moments(parts: Sequence[Dataset], name: str) -> dict[str, float | None]:

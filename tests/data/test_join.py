@@ -225,6 +225,13 @@ def test_a_static_field_that_each_year_holds_is_that_of_the_first(tmp_path):
     places = [member(tmp_path / f"{number}.zarr", field(number)) for number in range(2)]
     joined = kit.data.join(places, "time", align="override")
     assert joined.arrays["depth"].dims == DIMS[1:]
+    assert any("depth" in note and "not compared" in note for note in joined.notes)
+    other = member(tmp_path / "2.zarr", field(2))
+    group = zarr.open_group(str(other), mode="r+")
+    del group["depth"]
+    group.create_array("depth", data=field(9)[0].astype("float64"), dimension_names=DIMS[1:])
+    unlike = kit.data.join([*places, other], "time", align="override")
+    assert any("is another" in note and str(other) in note for note in unlike.notes)
     data = kit.data.PatchData(config_of(**{"data.variables": ("sst", "depth")}), joined)
     loader = data.train_dataloader()
     (first, *_) = loader
