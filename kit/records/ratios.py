@@ -1,8 +1,8 @@
 """Ratios: when measured / predicted says something, why it is far from 1, and what earlier trials say about speed.
 
 Memory is counted byte by byte, and its ratio always stands. Speed, requests and bytes are means over batches: of too
-few, or of batches that differ too much, no ratio is given but the reason. A ratio that is `FAR` from 1 is explained by
-what the trial has counted; where nothing counted explains it, that is said.
+few, or of batches that differ too much, no ratio is given but the reason. A ratio that is `FAR` from 1, one of memory
+`FAR_MEMORY`, is explained by what the trial has counted; where nothing counted explains it, that is said.
 
 Speed is predicted from earlier trials of the same: config as far as it decides on speed, module, data, machine and
 devices. Where there is none, the operators of its step predict it (`kit.speed`), corrected by how far they were off in
@@ -25,6 +25,9 @@ from kit.units import format_count
 
 FAR = 0.2
 """A ratio further than this from 1, either way, is explained."""
+FAR_MEMORY = 0.05
+"""That of memory, which is counted to the byte and differs from trial to trial by next to nothing."""
+_MEMORY = "device_allocated_bytes"
 LEAST_BATCHES = 8
 """One batch that takes twice as long, as any other program on the machine can bring about, moves the mean of eight by
 an eighth: by less than `FAR`. The mean of fewer can be far from 1 by such a batch alone."""
@@ -37,7 +40,7 @@ NO_SPEED = ("name", "trial.", "training.max_", "commit.", "profiler.", "build.",
 _MOST_EARLIER = 5
 _ENDED = ("COMPLETE", "STOPPED")
 _WORDS = {
-    "requests_per_sample": "requests", "bytes_per_sample": "bytes", "device_allocated_bytes": "memory",
+    "requests_per_sample": "requests", "bytes_per_sample": "bytes", _MEMORY: "memory",
     "device_reserved_bytes": "reserved memory", SPEED: "speed",
 }  # fmt: skip
 Values = Mapping[str, Any]
@@ -122,9 +125,10 @@ def doubt_note(words: str) -> str:
     )
 
 
-def is_far(found: float | None) -> bool:
+def is_far(found: float | None, quantity: str) -> bool:
     """Whether a ratio has to be explained."""
-    return found is not None and not 1 / (1 + FAR) <= found <= 1 + FAR
+    far = FAR_MEMORY if quantity == _MEMORY else FAR
+    return found is not None and not 1 / (1 + far) <= found <= 1 + far
 
 
 def explain(row: Values, before: Values | None = None) -> str:
@@ -132,7 +136,7 @@ def explain(row: Values, before: Values | None = None) -> str:
     parts = []
     for quantity, words in _WORDS.items():
         found = row[f"{quantity}_ratio"]
-        if is_far(found):
+        if is_far(found, quantity):
             why = _why_speed(row, before) if quantity == SPEED else _why(row, quantity, found)
             parts.append(f"{words} {found:.2f} of predicted: {why}")
     return "; ".join(parts)
