@@ -107,6 +107,11 @@ class MemoryModel:
         """Batch sizes that two recordings did not predict, by query."""
         self._scaling(query)
 
+    def __repr__(self) -> str:
+        how = self.reason or f"recorded at {self._near or self.batch_size} samples and one more, the others follow"
+        module = self.config.model.target if self.query.module.kind == "default" else self.query.module
+        return f"memory of {module} on {self.target.name} at any batch size: {how}"
+
     @property
     def config(self) -> Config:
         return self.query.config

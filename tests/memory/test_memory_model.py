@@ -65,6 +65,7 @@ def no_process(monkeypatch):
 
 def test_any_batch_follows_from_two_recordings_exactly(config, no_process):
     model = memory_model(config(), Deep, data, device=CARD)
+    assert re.search(f"Deep on {CARD}.*recorded at", repr(model))
     recorded = {size: predict_memory(config(), Deep, sized(size), device=CARD) for size in (1, 16, 77)}
     no_process()
     assert model.reason == ""
