@@ -665,7 +665,7 @@ class _Scan(Function):
     def backward(ctx: Any, *_gradients: Tensor) -> tuple[Tensor, Tensor]:
         factors, _states = ctx.saved_tensors
         made = torch.empty_like(factors), torch.empty_like(factors)
-        _held_too = torch.empty_like(factors), factors.new_empty((ctx.held_bytes,), dtype=torch.uint8)
+        _held_too = factors.new_empty((ctx.held_bytes,), dtype=torch.uint8)
         return made
 
 

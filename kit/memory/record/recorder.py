@@ -20,6 +20,7 @@ numbers of autograd and `ShardingPropagator._propagate_tensor_meta_non_cached`.
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 import sys
 import weakref
@@ -27,21 +28,24 @@ from bisect import bisect_right
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor, UntypedStorage, nn
+from torch._prims_common import is_non_overlapping_and_dense_or_false
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd import Function
 from torch.nn.parameter import is_lazy
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils._python_dispatch import (
     TorchDispatchMode,
+    _disable_current_modes,
     _get_current_dispatch_mode_stack,
     is_traceable_wrapper_subclass,
 )
+from typing_extensions import override
 
 from kit.confinement.stand_ins import overridden
 from kit.memory.record.fake_mode import FakeMode, plainly
@@ -66,6 +70,7 @@ _WRITTEN = {
     "aten::scatter_add": torch.ops.aten.scatter_add_.default,
     "aten::index_put": torch.ops.aten.index_put_.default, "aten::put": torch.ops.aten.put_.default,
     "aten::sub.Tensor": torch.ops.aten.sub_.Tensor, "aten::mul.Tensor": torch.ops.aten.mul_.Tensor,
+    "aten::add.Tensor": torch.ops.aten.add_.Tensor,
 }  # fmt: skip
 """What autograd runs instead of an operator where it may write to what it has made (`BlockRecorder._writes`)."""
 _PARTS = ("crow_indices", "col_indices", "ccol_indices", "row_indices", "values", "_indices", "_values")
@@ -78,6 +83,36 @@ _DETACH, _is_excluded = torch.ops.aten.detach.default, _private._dispatch_tls_is
 _VIEWED = _private.DispatchKey.ADInplaceOrView
 """What an operator has behind it where a mode sees it. autograd copies a tensor that a hook unpacks, as checkpointing's
 do, without an operator; a mode is told of `detach`, with this before it."""
+
+
+_SUMMED = 2
+"""Gradients that autograd adds up at a time."""
+
+
+def _holders(tensor: Tensor) -> tuple[int, int]:
+    """How many hold a tensor, and how many its storage, as counted here."""
+    whole: Any = tensor
+    return whole._use_count(), _private._storage_Use_Count(tensor.untyped_storage()._cdata)
+
+
+@functools.cache
+def _only_autograd() -> tuple[int, int]:
+    """What `_holders` counts of a gradient that autograd alone holds, where a mode sees that it is added to."""
+    found: list[tuple[int, int]] = []
+
+    class Asking(TorchDispatchMode):  # type: ignore[no-untyped-call]
+        @override
+        def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+            if func is torch.ops.aten.add.Tensor:
+                found.append(_holders(args[0]))
+            return func(*args, **(kwargs or {}))
+
+    with _disable_current_modes(), torch.enable_grad():
+        used_twice = torch.ones(1, device=_HOST, requires_grad=True)
+        whole: Any = torch.tanh(used_twice) * torch.exp(used_twice)
+        with cast(Any, Asking)():
+            whole.backward()
+    return found[0]
 
 
 def plain_tensors(tensor: Tensor) -> Iterator[Tensor]:
@@ -175,6 +210,9 @@ class BlockRecorder(TorchDispatchMode):
         self._alive: dict[int, _StorageRef] = {}
         self._label = UNNAMED
         self._paused = self._depth = self._backwards = 0
+        self._alone = _only_autograd()
+        self._node_began = 0
+        """Blocks that were there when the node of autograd began that runs."""
         self._has_left = False
         self._resumed_phase: int | None = None
         self._recomputed, self._lacking = 0, -1  # checkpointed calls that ran again, and for which node the last did
@@ -420,6 +458,8 @@ class BlockRecorder(TorchDispatchMode):
     def _writes(self, name: str, args: tuple[Any, ...]) -> bool:
         """Whether autograd writes to the first argument where no mode looks on: it made that for nothing else.
         (`FunctionsManual.cpp`, where it asks `areAnyTensorSubclassLike`.)"""
+        if name == "aten::add.Tensor":
+            return self._sums_gradients(args)
         node, first = _private._current_autograd_node(), args[0]
         scatters = name.startswith(("aten::scatter", "aten::index_put", "aten::put"))
         if node is None or not (scatters or (node.name() == _LOGITS and not torch.is_grad_enabled())):
@@ -431,6 +471,24 @@ class BlockRecorder(TorchDispatchMode):
             return False
         makers = ("zeros", "new_zeros", "zeros_like") if scatters else ("add.Scalar", "sigmoid")
         return self._ledger.maker(block) in makers and owner_here() == "gradients"
+
+    def _sums_gradients(self, args: tuple[Any, ...]) -> bool:
+        """Whether two gradients of one tensor are added up, of which nobody else holds the first, made by another node.
+        (`input_buffer.cpp`, `can_accumulate_inplace`.)"""
+        node = _private._current_autograd_node()
+        if node is None or len(args) != _SUMMED or torch.is_grad_enabled():
+            return False
+        first, second = args
+        if type(first) not in (FakeTensor, Tensor) or type(second) is not type(first) or first.shape != second.shape:
+            return False
+        if first.layout is not torch.strided or second.layout is not torch.strided or _holders(first) != self._alone:
+            return False
+        block = self._block_of(first)
+        if block is None or self._ledger.made_in(block) != PHASE["backward"]:
+            return False
+        if node._sequence_nr() == self.modules.node and block >= self._node_began:
+            return False  # a formula's own sum
+        return is_non_overlapping_and_dense_or_false(first) and owner_here() == "gradients"
 
     def _operator(self, func: Any) -> _Operator:
         overload = func._overloadname
@@ -489,7 +547,10 @@ class BlockRecorder(TorchDispatchMode):
         return True
 
     def _ran(self, name: int, call: int) -> None:
+        node = self.modules.node
         self._ledger.ran(name, self.modules.current(self._backwards), call)
+        if self.modules.node != node:
+            self._node_began = len(self._ledger.bytes)
         if self._backwards and torch.is_grad_enabled():
             node = _private._current_autograd_node()  # the first that lacks an activation has its whole block run again
             if node is not None:
@@ -833,6 +894,8 @@ class ModulePath:
         self._numbers = [0]  # autograd's sequence number at each change of part,
         self._running = [0]  # and the part that ran from there on
         self._last = 0
+        self.node = 0
+        """The number of the node of autograd that ran last."""
 
     def name_parts(self, root: nn.Module) -> None:
         names = {part: path or type(root).__name__ for path, part in root.named_modules()}
@@ -865,7 +928,7 @@ class ModulePath:
         if not in_backward:
             return 0
         node = _private._current_autograd_node()
-        number = node._sequence_nr() if node is not None else _LARGEST_SEQUENCE
+        number = self.node = node._sequence_nr() if node is not None else _LARGEST_SEQUENCE
         if number < _LARGEST_SEQUENCE:
             self._last = self._running[bisect_right(self._numbers, number) - 1]
         return self._last
