@@ -3,11 +3,16 @@
     python benchmarks/scaling.py [--answers FILE] [--record]
 
 The same small GPT, in ddp by gloo, on 1 to 4 CPU ranks of one thread each: on a machine of two cores three and four
-share them. Every round runs each count once, in random order; of each count the round of the middle step time is taken.
-Before any trial `kit.predict_speed` predicts them from operators that as many ranks timed beside each other. What 2 and
-4 ranks take is predicted from 1, and what 4 take from 1 and 2, where ranks were seen to slow each other. Three modules
-from elsewhere are predicted before any trial alone. A ratio is measured / predicted. Beside a ratio stands how much the
-steps of the same trial differ between rounds: the longest over the shortest.
+share them. Every round runs each count once, in random order. Before any trial `kit.predict_speed` predicts them from
+operators that as many ranks timed beside each other. What 2 and 4 ranks take is predicted from 1, and what 4 take from
+1 and 2, where ranks were seen to slow each other: of each count the round of the middle step time is taken. Three
+modules from elsewhere are predicted before any trial alone.
+
+A ratio is measured / predicted. kit predicts the CPU at its fastest, and neighbours on a shared host change its pace
+within seconds, so one rank asks for the pace before each step, and a step is divided by how much slower it is at that
+pace (`as it was` is not divided); what is predicted from trials is not. Beside a ratio stands how much the steps of the
+same trial differ between rounds: the longest over the shortest. An efficiency is seconds of one rank over those of
+several.
 
 `--answers` keeps the rows of each module, which then is not run again: all take longer than a machine is quiet.
 """
@@ -17,6 +22,7 @@ from __future__ import annotations
 import argparse
 import json
 import random
+import statistics
 import tempfile
 from collections.abc import Callable
 from functools import partial
@@ -25,9 +31,9 @@ from typing import Any, cast
 
 import torch
 from publish import publish
-from speed_models import MODELS, Step, loader
+from speed_models import MODELS, Step, at_fastest, loader, print_pace, steps_at_paces
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader, Dataset, default_collate
 
 from kit.config import Config
 from kit.machine.machine import hardware
@@ -52,7 +58,12 @@ OWN, ELSEWHERE = "GPT of kit", ("llama", "monai_unet", "two_towers")
 def tokens() -> DataLoader[Tensor]:
     generator = torch.Generator().manual_seed(0)
     found = torch.randint(SIZES["vocabulary"], (4 * STEPS * max(RANKS), SIZES["context"] + 1), generator=generator)
-    return DataLoader(cast(Dataset[Tensor], found), batch_size=4)
+    return DataLoader(cast(Dataset[Tensor], found), batch_size=4, collate_fn=_batch_at_pace)
+
+
+def _batch_at_pace(samples: list[Tensor]) -> Tensor:
+    print_pace()
+    return cast(Tensor, default_collate(samples))
 
 
 def parts() -> dict[str, tuple[Part, Part]]:
@@ -76,6 +87,14 @@ def config_of(ranks: int, folder: str) -> Config:
 
 def middle(trials: list[Trial]) -> Trial:
     return sorted(trials, key=lambda trial: timing(trial).step_seconds)[len(trials) // 2]
+
+
+def step_seconds(trials: list[Trial], speed: SpeedEstimate | None = None) -> float:
+    """The median step of these trials as it was, or at the pace of the prediction."""
+    return statistics.median(
+        at_fastest(seconds, pace, speed.pace_seconds, speed.computing_fraction) if speed else seconds
+        for trial in trials for seconds, pace in steps_at_paces(trial, DROPPED)
+    )  # fmt: skip
 
 
 def main() -> None:
@@ -103,23 +122,26 @@ def rows_of(name: str, module: Part, data: Part, folder: str) -> list[dict[str, 
     for _ in range(ROUNDS):
         for ranks in random.sample(RANKS, len(RANKS)):
             found[ranks].append(fit(config_of(ranks, folder), module, data).wait())
-    chosen = {ranks: middle(trials) for ranks, trials in found.items()}
-    rows = [before(name, speeds[ranks], chosen[ranks]) for ranks in RANKS]
+    rows = [before(name, speeds[ranks], found[ranks]) for ranks in RANKS]
+    one, *more = rows
+    for several in more:
+        predicted, measured = (one[key] / several[key] for key in ("predicted ms", "measured ms"))
+        several |= {"efficiency": predicted, "measured efficiency": measured, "efficiency ratio": measured / predicted}
     if name == OWN:
+        chosen = {ranks: middle(trials) for ranks, trials in found.items()}
         rows += [row([1], 2, chosen), row([1], 4, chosen), row([1, 2], 4, chosen)]
-    for one in rows:
-        steps = [timing(trial).step_seconds for trial in found[one["ranks"]]]
-        one["rounds differ"] = max(steps) / min(steps)
     return rows
 
 
-def before(name: str, speed: SpeedEstimate, trial: Trial) -> dict[str, Any]:
-    measured = timing(trial).step_seconds
+def before(name: str, speed: SpeedEstimate, trials: list[Trial]) -> dict[str, Any]:
+    measured = step_seconds(trials, speed)
+    rounds = [step_seconds([trial], speed) for trial in trials]
     return {
         "module": name, "ranks": speed.devices, "predicted from": "operators",
         "predicted ms": 1000 * speed.step_seconds,
         "low ms": 1000 * speed.low_seconds, "high ms": 1000 * speed.high_seconds, "measured ms": 1000 * measured,
-        "ratio": measured / speed.step_seconds, "held up by": speed.bound,
+        "as it was ms": 1000 * step_seconds(trials), "ratio": measured / speed.step_seconds,
+        "rounds differ": max(rounds) / min(rounds), "held up by": speed.bound,
     }  # fmt: skip
 
 

@@ -7,7 +7,7 @@ Each setting is recorded and its calls are timed in a process of their own, in w
 is run in real trials (`predict` or `measure` do one half). They append one JSON line for each setting to the answers,
 leave out what stands there, and end after so many seconds, so that they run in short pieces on quiet cores. Each waits
 until other programs leave the cores alone, and a trial after which they do not is run again. A measured step is the
-median of those after warm-up, without the wait for data, over three trials. kit predicts the CPU at its fastest, and
+median of those after warm-up, without the wait for data, over two trials. kit predicts the CPU at its fastest, and
 neighbours on a shared host change its pace within seconds, by 2 times here, so the pace is asked before each step, and
 the step divided by how much slower it is at that pace, as predicted. `as it was` are the same steps, not divided.
 `reprice` writes the predictions anew from recordings and measured calls, after more of these.
@@ -38,10 +38,9 @@ sys.path.insert(0, str(Path(__file__).parent))
 import psutil
 import speed_models
 from publish import publish
-from speed_models import MODELS
+from speed_models import MODELS, at_fastest, steps_at_paces
 
 import kit
-from kit.machine.processes import slowed
 from kit.memory.query import make_query
 from kit.memory.recordings import RecordingRequest, recordings_of
 from kit.memory.replay.cards import THIS_MACHINE, target_of
@@ -50,11 +49,9 @@ from kit.speed import measure
 from kit.speed.measure import table_here, table_known
 from kit.speed.operators import step_of
 from kit.speed.prediction import speed_of
-from kit.trial.trial import Trial
 
-PARTS = ("transfer", "forward", "backward", "optimizer", "other")
-STEPS, WARM_UP, ROUNDS, PRECISIONS = 16, 4, 3, ("32-true", "bf16-mixed")
-MOST_ROUNDS, QUIET_FRACTION, QUIET_SECONDS = 5, 0.08, 60.0
+STEPS, WARM_UP, ROUNDS, PRECISIONS = 16, 4, 2, ("32-true", "bf16-mixed")
+MOST_ROUNDS, QUIET_FRACTION, QUIET_SECONDS = 4, 0.08, 60.0
 CALL_SECONDS = 6.0
 Row = dict[str, Any]
 measure.BUSY_CORES = math.inf  # what others used is in the answers
@@ -114,12 +111,13 @@ def repriced(answers: Path) -> None:
 
 
 def measured(name: str, batch: int, precision: str, folder: Path) -> Row:
-    trials: list[tuple[bool, list[list[float]]]] = []
+    trials: list[tuple[bool, list[tuple[float, float]]]] = []
     while len(trials) < MOST_ROUNDS and sum(quiet for quiet, _ in trials) < ROUNDS:
         others_used(QUIET_SECONDS)
         trial = kit.fit(config_of(precision, folder), *given(name, batch)).wait()
-        trials.append((others_used() < QUIET_FRACTION, steps_at_paces(trial)))
-    return {"trials": [steps for _, steps in trials], "quiet": sum(quiet for quiet, _ in trials)}
+        trials.append((others_used() < QUIET_FRACTION, steps_at_paces(trial, WARM_UP)))
+    kept = [steps for quiet, steps in trials if quiet] or [steps for _, steps in trials]
+    return {"trials": kept, "quiet": sum(quiet for quiet, _ in trials)}
 
 
 def others_used(patience_seconds: float = 0.0) -> float:
@@ -130,26 +128,13 @@ def others_used(patience_seconds: float = 0.0) -> float:
     return used
 
 
-def steps_at_paces(trial: Trial) -> list[list[float]]:
-    """[seconds without the wait for data, pace before and after] of each step after warm-up."""
-    lines = [line.split() for line in trial.paths.log(0).read_text().splitlines()]
-    paces = [float(line[1]) for line in lines if len(line) == 2 and line[0] == speed_models.PACE]
-    found = []
-    for step in trial.steps:
-        number = int(step["step"])
-        before = paces[number : number + 2]  # a batch is fetched while the one before it is not trained on yet
-        if number > WARM_UP and before:
-            found.append([sum(float(step.get(f"{part}_seconds") or 0.0) for part in PARTS), statistics.fmean(before)])
-    return found
-
-
 def step_seconds(measured: Row, predicted: Row | None = None) -> float:
     """The median step as it was, or as it would be at the pace of the prediction."""
 
-    def slowdown(pace: float) -> float:
-        return 1.0 if predicted is None else slowed(max(1.0, pace / predicted["pace"]), predicted["computing"])
+    def at_pace(seconds: float, pace: float) -> float:
+        return seconds if predicted is None else at_fastest(seconds, pace, predicted["pace"], predicted["computing"])
 
-    return statistics.median(seconds / slowdown(pace) for steps in measured["trials"] for seconds, pace in steps)
+    return statistics.median(at_pace(*step) for steps in measured["trials"] for step in steps)
 
 
 def collect(what: str, seconds: float, answers: Path) -> None:

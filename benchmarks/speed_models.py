@@ -7,6 +7,7 @@ downloaded. A batch is drawn once and given again, so that a step waits for no d
 
 from __future__ import annotations
 
+import statistics
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -14,14 +15,17 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from lightning.pytorch import LightningModule
 from published_models import name_operators_of_torchvision
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.data import DataLoader, IterableDataset
 
+from kit.machine.processes import slowed
 from kit.models import Field
 from kit.trial.meters import CpuPace
+from kit.trial.trial import Trial
 
 PEERS = Path(__file__).parents[1] / ".peers"
 if str(PEERS) not in sys.path:
@@ -48,7 +52,7 @@ class Step(LightningModule):
 
 
 class _SameBatch(IterableDataset[Any]):
-    """Prints the pace of the CPU before each batch: in the time that a step waits for data, which counts for none."""
+    """Prints the pace of the CPU before each batch."""
 
     def __init__(self, name: str, batch_size: int) -> None:
         self.name, self.batch_size = name, batch_size
@@ -58,13 +62,47 @@ class _SameBatch(IterableDataset[Any]):
         fields = MODELS[self.name].fields()
         rows = [[field.draw(generator) for field in fields] for _ in range(self.batch_size)]
         batch = tuple(torch.stack(column) for column in zip(*rows, strict=True))
-        pace = CpuPace(torch.device("cpu"))
         while True:
-            print(PACE, pace.seconds(), flush=True)
+            print_pace()
             yield batch
 
 
-PACE = "pace"
+_PACE, _CPU = "pace", CpuPace(torch.device("cpu"))
+
+
+def print_pace() -> None:
+    """In the time that a step waits for data, which counts for none. Of several ranks one asks while others wait."""
+    _meet()
+    if not (dist.is_initialized() and dist.get_rank()):
+        print(_PACE, _CPU.seconds(), flush=True)
+    _meet()
+
+
+def _meet() -> None:
+    if dist.is_initialized():
+        dist.barrier()
+
+
+def steps_at_paces(trial: Trial, warm_up: int) -> list[tuple[float, float]]:
+    """(seconds without the wait for data, pace before and after) of each step after warm-up."""
+    lines = [line.split() for line in trial.paths.log(0).read_text().splitlines()]
+    paces = [float(line[1]) for line in lines if len(line) == 2 and line[0] == _PACE]
+    found = []
+    for step in trial.steps:
+        number = int(step["step"])
+        before = paces[number : number + 2]  # a batch is fetched while the one before it is not trained on yet
+        if number > warm_up and before:
+            parts = sum(float(step.get(f"{part}_seconds") or 0.0) for part in _PARTS)
+            found.append((parts, statistics.fmean(before)))
+    return found
+
+
+def at_fastest(seconds: float, pace_seconds: float, fastest_seconds: float, computing_fraction: float) -> float:
+    """A step as it would be with the CPU at its fastest."""
+    return seconds / slowed(max(1.0, pace_seconds / fastest_seconds), computing_fraction)
+
+
+_PARTS = ("transfer", "forward", "backward", "optimizer", "other")
 
 
 def loader(name: str, batch_size: int) -> DataLoader[Any]:
