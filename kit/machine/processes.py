@@ -134,6 +134,8 @@ def slowed(slowness: float, computing_fraction: float = 1.0) -> float:
 
 
 _FELT_COMPUTING, _FELT_MOVING = 0.8, 0.2
+MOST_SLOWNESS = 4.0
+"""Of a product on cores that compute: where it took longer, this process or the whole machine stood still meanwhile."""
 
 
 def cpu_seconds() -> tuple[float, dict[int, float]]:

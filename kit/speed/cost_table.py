@@ -19,6 +19,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
+from kit.machine.processes import MOST_SLOWNESS
 from kit.memory.replay.calls import OperatorCall, TensorSpec
 from kit.speed.links import Link
 from kit.speed.pricing import Cost, slowest
@@ -190,8 +191,9 @@ class CostTable:
         """From JSON values."""
         measured = {OperatorCall.of(call): float(seconds) for call, seconds in value["calls"]}
         link = Link(**value["link"]) if value.get("link") else None
-        known = bool(value.get("host_known", True))
-        return cls(measured=measured, link=link, host_known=known, **{name: value[name] for name in _KEPT})
+        kept = {name: value[name] for name in _KEPT}
+        kept["slowness"] = min(kept["slowness"], MOST_SLOWNESS)  # an earlier kit counted moments of standing still
+        return cls(measured=measured, link=link, host_known=bool(value.get("host_known", True)), **kept)
 
 
 _OF_HOST = (

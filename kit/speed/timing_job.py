@@ -42,7 +42,7 @@ from typing_extensions import override
 
 from kit.json_text import write_json
 from kit.machine.machine import hardware
-from kit.machine.processes import slowed
+from kit.machine.processes import MOST_SLOWNESS, slowed
 from kit.memory.record.dry_run import DryRun, record
 from kit.memory.record.fakes import is_emulated
 from kit.memory.replay.calls import OperatorCall
@@ -223,9 +223,13 @@ class TimedCalls:
 
     @property
     def slowness(self) -> float:
-        """How many times as long the CPU took for its product, in the slowest of these moments but a tenth."""
-        found = sorted(self.each_pace_seconds)
-        return self.pace.slowness(found[9 * len(found) // 10]) if found else 1.0
+        """How many times as long the CPU took for its product, in the slowest of these moments but a tenth.
+
+        Moments in which it stood still do not count: the timing was kept from the cores, or the machine was.
+        """
+        slow = sorted(map(self.pace.slowness, self.each_pace_seconds))
+        found = [slowness for slowness in slow if slowness <= MOST_SLOWNESS]
+        return found[9 * len(found) // 10] if found else 1.0
 
     def at_fastest(self) -> dict[OperatorCall, float]:
         """What they take at the CPU's fastest, which changes little of what memory takes.

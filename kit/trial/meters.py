@@ -41,7 +41,7 @@ import threading
 import time
 import warnings
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from types import FrameType
 from typing import Any, Generic, NamedTuple, TypeVar
 
@@ -53,7 +53,7 @@ from typing_extensions import override
 
 from kit.errors import KitWarning
 from kit.machine.gpus import read_joules
-from kit.machine.processes import cpu_seconds, scheduled_seconds
+from kit.machine.processes import MOST_SLOWNESS, cpu_seconds, scheduled_seconds
 from kit.memory.record.truth import AllocatorTrace
 from kit.memory.replay.snapshot import MOST_BYTES, batch_words, read_snapshot, save_snapshot
 from kit.train.callbacks import DeviceLimit
@@ -175,6 +175,11 @@ class CpuPace:
         return max(1.0, seconds / self.fastest_seconds) if self.is_known else 1.0
 
 
+def mean_pace(seconds: Sequence[float]) -> float | None:
+    """Of several moments; none in which the process or the machine stood still counts for more than a slow one."""
+    return statistics.fmean(min(one, MOST_SLOWNESS * min(seconds)) for one in seconds) if seconds else None
+
+
 _PACE_SIDE, _PACE_EVERY_SECONDS, _PACE_REPEATS = 256, 0.25, 3
 
 
@@ -229,7 +234,7 @@ class CpuUse(AfterWarmup[_CpuSeconds]):
             queued_seconds=now.queued - first.queued,
             workers_seconds=sum(now.family[pid] - first.family[pid] for pid in workers),
             workers=getattr(trainer.train_dataloader, "num_workers", 0),
-            pace_seconds=statistics.fmean(self._paces) if self._paces else None,
+            pace_seconds=mean_pace(self._paces),
         )
 
 

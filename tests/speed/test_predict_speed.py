@@ -14,7 +14,7 @@ from kit import tables
 from kit.charts.style import png
 from kit.errors import PlanError
 from kit.machine.machine import hardware
-from kit.machine.processes import slowed
+from kit.machine.processes import MOST_SLOWNESS, slowed
 from kit.memory.prediction import predict_memory
 from kit.memory.replay.calls import OperatorCall, TensorSpec
 from kit.memory.replay.cards import target_of
@@ -27,7 +27,7 @@ from kit.speed.operators import step_of
 from kit.speed.prediction import predict_speed, speed_beside, speed_of
 from kit.speed.timing_job import TimedCalls
 from kit.testing import TinyData, TinyModule
-from kit.trial.meters import CpuPace
+from kit.trial.meters import CpuPace, mean_pace
 
 
 @pytest.fixture(scope="module")
@@ -258,6 +258,15 @@ def test_a_call_that_was_timed_while_the_cpu_was_slow_is_timed_again(config):
     assert timed.pace_seconds == dict.fromkeys(calls, 1.0)
     assert timed.each_pace_seconds == [2.0, 1.0, 1.0]
     assert timed.slowness == 2.0
+
+
+def test_a_moment_in_which_the_machine_stood_still_is_no_pace():
+    timed = TimedCalls(Planted(), each_pace_seconds=[1.0, 2.0, 2.0, 300.0])
+    assert timed.slowness == 2.0
+    kept = CostTable("this CPU", {}, pace_seconds=1e-4, slowness=300.0).to_json()
+    assert CostTable.of(kept).slowness == MOST_SLOWNESS
+    assert mean_pace([1.0, 2.0, 300.0]) == pytest.approx((1 + 2 + MOST_SLOWNESS) / 3)
+    assert mean_pace([]) is None
 
 
 def test_calls_cost_what_they_do_at_the_fastest_but_memory_is_as_fast_as_it_was():
