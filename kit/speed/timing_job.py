@@ -210,26 +210,27 @@ class TimedCalls:
                 before = self.of_first(self.pace.seconds)
                 took = time_call(call, device, share)
                 after = self.of_first(self.pace.seconds)
-                during = (before + after) / 2
                 self.pace.fastest_seconds = min(self.pace.fastest_seconds, before, after)
+                during = self._pace_of(before, after)
                 self.each_pace_seconds.append(during)
                 if took is not None and during <= self.pace_seconds.get(call, math.inf):
                     self.seconds[call] = took
                 self.pace_seconds[call] = min(during, self.pace_seconds.get(call, math.inf))
             left = [call for call in calls if self._is_slow(self.pace_seconds[call])]
 
+    def _pace_of(self, *seconds: float) -> float:
+        """Of moments, but of those in which this process stood still: a product waits for a core, the next call not."""
+        most = MOST_SLOWNESS * self.pace.fastest_seconds if self.pace.is_known else math.inf
+        return statistics.fmean([one for one in seconds if one <= most] or [most])
+
     def _is_slow(self, pace_seconds: float) -> bool:
         return self.pace.slowness(pace_seconds) > _SLOW
 
     @property
     def slowness(self) -> float:
-        """How many times as long the CPU took for its product, in the slowest of these moments but a tenth.
-
-        Moments in which it stood still do not count: the timing was kept from the cores, or the machine was.
-        """
-        slow = sorted(map(self.pace.slowness, self.each_pace_seconds))
-        found = [slowness for slowness in slow if slowness <= MOST_SLOWNESS]
-        return found[9 * len(found) // 10] if found else 1.0
+        """How many times as long the CPU took for its product, in the slowest of these moments but a tenth."""
+        found = sorted(self.each_pace_seconds)
+        return self.pace.slowness(found[9 * len(found) // 10]) if found else 1.0
 
     def at_fastest(self) -> dict[OperatorCall, float]:
         """What they take at the CPU's fastest, which changes little of what memory takes.

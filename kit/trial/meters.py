@@ -158,7 +158,7 @@ class CpuPace:
         self._product = torch.empty_like(self._factor)  # asking allocates nothing, as a fit's memory may be counted
 
     def seconds(self, repeats: int = 4) -> float:
-        """Now: the median of a few; 0 where it is not asked."""
+        """Now: the lower median of a few, as some may wait for a core; 0 where it is not asked."""
         if not self.is_known:
             return 0.0
         found = []
@@ -166,7 +166,7 @@ class CpuPace:
             began = time.perf_counter()
             torch.mm(self._factor, self._factor, out=self._product)
             found.append(time.perf_counter() - began)
-        now = statistics.median(found)
+        now = statistics.median_low(found)
         self.fastest_seconds = min(self.fastest_seconds, now)
         return now
 

@@ -260,9 +260,12 @@ def test_a_call_that_was_timed_while_the_cpu_was_slow_is_timed_again(config):
     assert timed.slowness == 2.0
 
 
-def test_a_moment_in_which_the_machine_stood_still_is_no_pace():
-    timed = TimedCalls(Planted(), each_pace_seconds=[1.0, 2.0, 2.0, 300.0])
-    assert timed.slowness == 2.0
+def test_a_moment_in_which_the_machine_stood_still_is_no_pace(config):
+    calls = calls_of(config)[:2]
+    timed = TimedCalls(Planted(300.0, 2.0, 1.0, 1.0, 300.0, 300.0))
+    timed.time(calls, torch.device("cpu"), 60.0)
+    assert timed.each_pace_seconds[:3] == [2.0, 1.0, MOST_SLOWNESS], "without that moment, or no longer than slow ones"
+    assert timed.slowness <= MOST_SLOWNESS
     kept = CostTable("this CPU", {}, pace_seconds=1e-4, slowness=300.0).to_json()
     assert CostTable.of(kept).slowness == MOST_SLOWNESS
     assert mean_pace([1.0, 2.0, 300.0]) == pytest.approx((1 + 2 + MOST_SLOWNESS) / 3)
