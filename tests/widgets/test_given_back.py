@@ -114,7 +114,8 @@ def test_many_panels_leave_a_flat_slope(end):
         if number >= PANELS // 3:
             found.append(measure())
     tracemalloc.stop()
-    assert found[-1][1:] == found[0][1:]
+    (_, *first), *_, (_, *last) = found
+    assert all(now <= before for now, before in zip(last, first, strict=True)), "threads of tests before this may end"
     grown = [after[0] - before[0] for before, after in itertools.pairwise(found)]
     assert statistics.median(grown) < SLOPE_BYTES  # what a library loads once is no slope
 
