@@ -101,11 +101,16 @@ def test_a_panel_in_which_all_failed_is_forgotten_like_any_other():
 def test_many_panels_leave_a_flat_slope(end):
     def measure():
         gc.collect()
-        return tracemalloc.get_traced_memory()[0], widgets(), len(os.listdir("/proc/self/fd")), threading.active_count()
+        return tracemalloc.get_traced_memory()[0], widgets()
+
+    def held():
+        return {*os.listdir("/proc/self/fd")}, {*threading.enumerate()}
 
     found = []
     for number in range(PANELS):
         if number == PANELS // 3:
+            gc.collect()
+            files, threads = held()
             tracemalloc.start()
         panel = quiet(kit.panel(Config()))
         if end == "close":
@@ -114,8 +119,10 @@ def test_many_panels_leave_a_flat_slope(end):
         if number >= PANELS // 3:
             found.append(measure())
     tracemalloc.stop()
-    (_, *first), *_, (_, *last) = found
-    assert all(now <= before for now, before in zip(last, first, strict=True)), "threads of tests before this may end"
+    assert found[-1][1:] == found[0][1:]
+    later_files, later_threads = held()
+    assert not later_files - files
+    assert not later_threads - threads  # those of tests before this may end meanwhile
     grown = [after[0] - before[0] for before, after in itertools.pairwise(found)]
     assert statistics.median(grown) < SLOPE_BYTES  # what a library loads once is no slope
 
