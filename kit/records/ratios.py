@@ -56,7 +56,7 @@ class SpeedRange:
     source: str
     """Where it comes from, in a few words."""
     busy_cores: float = 0.0
-    """That other programs used while operators were measured."""
+    """That others used while operators were measured."""
     pace_seconds: float = 0.0
     """Of the product that tells a CPU's pace, at the fastest, of which the speed is; 0 where it was not asked."""
     computing_fraction: float = 1.0

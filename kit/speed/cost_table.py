@@ -63,7 +63,7 @@ class CostTable:
     slowness: float = 1.0
     """How many times as long that product took in slow moments while calls were timed."""
     busy_cores: float = field(default=0.0, compare=False)
-    """That other programs used while a part of it was measured: then all may be too high."""
+    """That others used while a part of it was measured: then all may be too high."""
 
     def host_seconds(self, phase: str) -> float:
         """Of the host for each call in a phase."""

@@ -281,8 +281,8 @@ def _sources(time: StepTime, costs: Costs, devices: int, within: Link) -> list[s
     found = [f"costs are those of {costs.name}: {shares}"]
     if isinstance(costs, CostTable) and costs.busy_cores > BUSY_CORES:
         found.append(
-            f"other programs used {costs.busy_cores:.1f} cores while operators were measured: the costs may be too "
-            "high, and serve this kernel alone"
+            f"other programs or machines used {costs.busy_cores:.1f} cores while operators were measured: the costs may "
+            "be too high, and serve this kernel alone"
         )
     if isinstance(costs, CostTable) and costs.slowness > _UNEVEN:
         found.append(
@@ -379,7 +379,7 @@ class SpeedEstimate(Drawable):
     config: Config | None = None
     """What would run; None where only a recording was priced."""
     busy_cores: float = 0.0
-    """That other programs used while the operators of this machine were measured."""
+    """That others used while the operators of this machine were measured."""
     pace_seconds: float = 0.0
     """Of the product that tells a CPU's pace, at the fastest, of which the seconds are; 0 where it was not asked."""
     slowness: float = 1.0

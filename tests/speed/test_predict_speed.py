@@ -284,6 +284,15 @@ def test_calls_cost_what_they_do_at_the_fastest_but_memory_is_as_fast_as_it_was(
     assert found[product] < 0.6
 
 
+@pytest.mark.parametrize(("paces", "lost"), [((2.0, 2.0), 0.0), ((3.0, 1.5), 0.0), ((3.0, 3.0), 1 - 1 / 2.6)])
+def test_what_is_timed_on_cores_that_a_neighbour_took_most_of_counts_as_busy(paces, lost):
+    spec = TensorSpec((64, 64), "float32")
+    calls = [OperatorCall(f"aten::{name}", (spec,), (), (spec,)) for name in ("tanh", "exp")]
+    timed = TimedCalls(Planted(), seconds=dict.fromkeys(calls, 1.0), pace_seconds=dict(zip(calls, paces, strict=True)))
+    assert timed.lost_cores() == pytest.approx(lost * torch.get_num_threads())
+    assert TimedCalls(Planted()).lost_cores() == 0
+
+
 def test_a_gpu_and_several_ranks_have_no_pace():
     for pace in (CpuPace(torch.device("cuda")), CpuPace(torch.device("cpu"), ranks=2, fastest_seconds=1e-9)):
         assert (pace.seconds(), pace.slowness(1.0)) == (0.0, 1.0)
