@@ -41,7 +41,16 @@ from kit.data.stores.metadata import (
     published,
     read_objects,
 )
-from kit.data.stores.url import list_objects, local_folder, open_store, read_object, redact, resolve_url, store_error
+from kit.data.stores.url import (
+    list_objects,
+    local_folder,
+    near_url,
+    open_store,
+    read_object,
+    redact,
+    resolve_url,
+    store_error,
+)
 from kit.data.variables import array_info, asides
 from kit.errors import CorruptChunkError, MissingChunkError, StoreError, UnfinishedStoreError, UnreachableStoreError
 from kit.registry import load
@@ -105,8 +114,9 @@ def open_url(config: Config, url: str) -> Dataset:
 
 
 def _from_url(
-    text: str, credentials: str, variables: Sequence[str], strict: bool, cache: ReadCache | None = None
-) -> Dataset:
+    text: str, credentials: str, variables: Sequence[str], strict: bool, cache: ReadCache | None = None, *,
+    hints: bool = True,
+) -> Dataset:  # fmt: skip
     if (place := split_group(text)) is not None:
         return replace(open_xarray(open_file(*place, credentials)), url=text, reopened=(*place, credentials))
     if text.rstrip("/").lower().endswith(REFERENCES):
@@ -117,10 +127,10 @@ def _from_url(
     try:
         if "://" in url or (repository := find_repository(url, credentials)) is None:
             return _from_group(url, credentials, variables, strict, cache=cache)
-    except NoGroupError:
+    except NoGroupError as error:
         repository = find_repository(url, credentials)
         if repository is None:
-            raise
+            raise NoGroupError(f"{error}{near_url(url, credentials) if hints else ''}") from None
     root, inside = repository
     opener: Callable[[], Store] = partial(open_repository, root, credentials)
     return _from_group(url, credentials, variables, strict, partial(_open_at, opener, inside) if inside else opener)
@@ -302,7 +312,7 @@ def _from_array(store: Store, url: str, credentials: str, strict: bool, opener: 
         info = array_info("data", zarr.open_array(store, mode="r"), None)
         return StoreDataset(url=url, credentials=credentials, arrays={"data": info}, strict=strict, opener=opener)
     try:
-        around = open_dataset(above or "/", credentials, strict=strict)
+        around = _from_url(above or "/", credentials, (), strict, hints=False)
     except (UnfinishedStoreError, CorruptChunkError, MissingChunkError):
         raise
     except StoreError:

@@ -8,8 +8,8 @@ Ranks that train together slow each other, so for several of them the calls are 
 more than it has cores for, and slowed in proportion), in a table of their own. It starts as that of one rank, slowed as
 some heavy calls were, and has what joins the ranks. Where there are more ranks than cores, that is measured among all.
 
-What was taken while other programs used the cores, or a neighbour on a shared host, is not written, and says so
-(`busy_cores`). Until something better is known it is what this kernel sets beside its trials, which share the cores too.
+What was taken while other programs or a neighbour on a shared host used the cores is not written, and says so
+(`busy_cores`). Until something better is known it is what this kernel sets beside its trials, which share them too.
 """
 
 from __future__ import annotations

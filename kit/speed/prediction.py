@@ -281,8 +281,8 @@ def _sources(time: StepTime, costs: Costs, devices: int, within: Link) -> list[s
     found = [f"costs are those of {costs.name}: {shares}"]
     if isinstance(costs, CostTable) and costs.busy_cores > BUSY_CORES:
         found.append(
-            f"other programs or machines used {costs.busy_cores:.1f} cores while operators were measured: the costs may "
-            "be too high, and serve this kernel alone"
+            f"other programs or machines used {costs.busy_cores:.1f} cores while operators were measured: the costs "
+            "may be too high, and serve this kernel alone"
         )
     if isinstance(costs, CostTable) and costs.slowness > _UNEVEN:
         found.append(

@@ -58,6 +58,28 @@ def test_nothing_there_says_how_to_build_it(place):
         open_dataset(f"{place}/none.zarr")
 
 
+@pytest.mark.parametrize("scheme", ["gs", "s3"])
+@pytest.mark.parametrize(
+    ("path", "hint"),
+    [
+        ("shelf/ocen.zarr", "did you mean 'ocean.zarr'"),
+        ("shelf/deep/else.zarr", "shelf/deep is empty, or is not there"),
+        ("shelf/unlike", "beside it are notes.txt, ocean.zarr"),
+        ("shelf", "it holds notes.txt, ocean.zarr"),
+        ("no-such-bucket/ocean.zarr", "no-such-bucket is empty"),
+        ("no-such-bucket", "no-such-bucket is empty"),
+    ],
+)
+def test_a_wrong_address_in_a_bucket_says_what_is_there(cloud, tmp_path, scheme, path, hint):
+    (tmp_path / "ocean.zarr").mkdir()
+    (tmp_path / "ocean.zarr" / "zarr.json").write_text("{}")
+    (tmp_path / "notes.txt").write_text("of the shelf")
+    cloud.upload(tmp_path, "shelf")
+    with pytest.raises(StoreError, match="no Zarr group") as told:
+        open_dataset(cloud.url(path, scheme), "anonymous")
+    assert hint in str(told.value)
+
+
 def test_a_store_behind_a_plain_web_server_opens_and_verifies(tmp_path, tiny_config, folder_server):
     dataset = build(tiny_config(tmp_path / "t.zarr"), progress=False)
     far = open_dataset(f"{folder_server}/t.zarr")

@@ -33,7 +33,7 @@ from zarr.storage import LocalStore
 from kit.config import near, project_folder
 from kit.data.stores.fsspec import RemoteStore, open_remote, refuse_metadata, refuse_resolved
 from kit.data.stores.transfer import passing, status_of
-from kit.errors import StoreError, UnreachableStoreError
+from kit.errors import StoreError, UnreachableStoreError, did_you_mean
 from kit.json_text import read_json
 from kit.machine.endpoints import endpoint_of, server_of, takes_no_key
 from kit.machine.machine import waiting_per_core
@@ -362,6 +362,43 @@ def list_objects(store: Store, prefix: str, url: str, most: int | None = None) -
         return sorted(keys)
 
     return run_sync(collect, url, None)
+
+
+def near_url(url: str, credentials: str = "default") -> str:
+    """What stands in a bucket's folder where no store is, or else beside it, as the end of an error."""
+    scheme, _, path = url.rstrip("/").partition("://")
+    if scheme not in ("gs", "s3", "az"):  # plain HTTP lists nothing
+        return ""
+    above, _, name = path.rpartition("/")
+    try:
+        if names := _names_at(url, credentials):
+            return f"; it holds {_few(names)}: name one behind the address"
+        if above and (names := _names_at(f"{scheme}://{above}", credentials)):
+            return did_you_mean(name, names, otherwise=f"beside it are {_few(names)}", cutoff=0.5)
+    except StoreError:  # what may be read need not be listed
+        return ""
+    return f"; {redact(f'{scheme}://{above or path}')} is empty, or is not there"
+
+
+def _names_at(url: str, credentials: str) -> list[str]:
+    """Names of objects and folders at a URL, for as long as a reader waits for a hint."""
+    store = open_store(url, credentials)
+
+    async def collect() -> list[str]:
+        return sorted([name.strip("/") async for name in store.list_dir("")])
+
+    try:
+        return run_sync(collect, url, _HINT_SECONDS)
+    finally:
+        store.close()
+
+
+def _few(names: list[str]) -> str:
+    more = f" and {len(names) - _MOST_NAMES} more" if len(names) > _MOST_NAMES else ""
+    return ", ".join(names[:_MOST_NAMES]) + more
+
+
+_HINT_SECONDS, _MOST_NAMES = 3.0, 5
 
 
 def sizes_of_objects(store: Store, keys: Iterable[str], url: str) -> dict[str, int]:
