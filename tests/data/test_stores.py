@@ -106,6 +106,17 @@ def test_a_folder_that_is_not_there_and_a_file_in_its_place_say_so(tmp_path):
         open_store(str(tmp_path / "file"))
 
 
+@pytest.mark.parametrize("scheme", ["gs", "s3", "http"])
+@pytest.mark.parametrize("name", ["HTTP_PROXY", "http_proxy"])
+def test_a_proxy_that_does_not_answer_is_named_and_a_host_without_one_is_asked(cloud, monkeypatch, scheme, name):
+    url = cloud.url("bucket/x.zarr", scheme)
+    monkeypatch.setenv(name, "http://127.0.0.1:9")
+    with pytest.raises(StoreError, match=r"no connection to the proxy 127\.0\.0\.1:9 .*no_proxy"):
+        open_store(url, "anonymous")
+    monkeypatch.setenv("NO_PROXY", "127.0.0.1")
+    open_store(url, "anonymous").close()
+
+
 def test_a_host_that_does_not_answer_is_refused_after_one_short_attempt(monkeypatch):
     for name in ("HTTPS_PROXY", "https_proxy", "HTTP_PROXY", "http_proxy"):
         monkeypatch.delenv(name, raising=False)

@@ -24,6 +24,7 @@ from concurrent.futures import Future, wait
 from pathlib import Path
 from typing import Any, TypeVar
 from urllib.parse import urlsplit, urlunsplit
+from urllib.request import getproxies, proxy_bypass
 
 from zarr.abc.store import Store
 from zarr.core.buffer import default_buffer_prototype
@@ -51,7 +52,6 @@ _WRAPPERS = {
     "zip",
 }  # fmt: skip
 _SAME = {"gcs": "gs", "abfs": "az", "abfss": "az"}
-_PROXIES = ("HTTPS_PROXY", "https_proxy", "HTTP_PROXY", "http_proxy")
 _named: set[str] = set()
 """Environment variables that credentials named, so that their values can be kept out of messages."""
 Result = TypeVar("Result")
@@ -287,11 +287,14 @@ def _check_reachable(url: str, options: Mapping[str, Any]) -> None:
     except ValueError:
         raise StoreError(f"{redact(server)}: the port is not a number") from None
     refuse_metadata(f"//://{host}", redact(url))
-    behind_proxy = any(os.environ.get(name) for name in _PROXIES)
+    proxy = _proxy_of(parts.scheme, host)
+    behind_proxy = proxy is not None
 
     def reach() -> None:
         refuse_resolved(host, port, redact(url))
-        if not behind_proxy and connects:
+        if proxy is not None and all(proxy):
+            socket.create_connection(proxy, timeout=_CONNECT_SECONDS).close()
+        elif not behind_proxy and connects:
             socket.create_connection((host, port), timeout=_CONNECT_SECONDS).close()
         elif not behind_proxy:
             socket.getaddrinfo(host, port)
@@ -302,6 +305,11 @@ def _check_reachable(url: str, options: Mapping[str, Any]) -> None:
         return
     if isinstance(error, OSError) and not isinstance(error, StoreError):
         reason = error.strerror or str(error)
+        if proxy is not None:
+            raise UnreachableStoreError(
+                f"{redact(url)}: no connection to the proxy {proxy[0]}:{proxy[1]} ({reason}) that the environment "
+                f"names for {host}; correct {parts.scheme}_proxy, or except the host in no_proxy"
+            )
         is_here = host in ("localhost", "::1") or host.startswith("127.")
         ended = "; what listened there has ended, such as a simulated cloud" * is_here
         raise UnreachableStoreError(
@@ -311,6 +319,17 @@ def _check_reachable(url: str, options: Mapping[str, Any]) -> None:
         )
     if error is not None:
         raise error
+
+
+def _proxy_of(scheme: str, host: str) -> tuple[str, int] | None:
+    """Where the environment sends requests to a host first; the port is 0 where none is named, None for no proxy."""
+    named = getproxies().get(scheme, "")
+    if not named or proxy_bypass(host):
+        return None
+    with contextlib.suppress(ValueError):
+        parts = urlsplit(named if "://" in named else f"//{named}")
+        return parts.hostname or "", parts.port or 0
+    return "", 0
 
 
 # -- single objects
