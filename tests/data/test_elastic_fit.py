@@ -7,6 +7,7 @@ import os
 import socket
 import warnings
 from collections import Counter
+from multiprocessing import forkserver
 
 import pytest
 import torch
@@ -58,12 +59,19 @@ class Stop(Callback):
             trainer.limit_val_batches = 0
 
 
+def forget_forkserver():
+    """Loader processes come from a server of this process: that of an earlier test is the parent's child, not ours."""
+    server = forkserver._forkserver
+    server._forkserver_address = server._forkserver_alive_fd = server._forkserver_pid = None
+
+
 def fit_rank(rank, ranks, port, connection, config, stop=None, path=None, resume=None):
     os.environ |= {
         "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(ranks), "NODE_RANK": "0",
         "LOCAL_RANK": str(rank), "RANK": str(rank), "GROUP_RANK": "0", "LOCAL_WORLD_SIZE": str(ranks),
         "TORCHELASTIC_RUN_ID": "none",
     }  # fmt: skip
+    forget_forkserver()
     torch.set_num_threads(1)
     data, module = kit.data.PatchData(config), Seen()
     strategy = DDPStrategy(process_group_backend="gloo") if ranks > 1 else "auto"
