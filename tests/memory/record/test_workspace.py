@@ -130,7 +130,9 @@ def test_what_a_product_packs_is_what_the_allocator_saw(dtype, rows, inner, colu
 
 
 def test_the_scratch_of_a_long_product_is_near_that_of_the_whole():
-    first, second = torch.zeros(6272, 3072, dtype=torch.bfloat16), torch.zeros(3072, 1024, dtype=torch.bfloat16)
+    # Where bfloat16 is emulated a product takes no scratch, and a minute of all cores at the length of the others.
+    rows = 196 if is_emulated(torch.bfloat16) else 6272
+    first, second = torch.zeros(rows, 3072, dtype=torch.bfloat16), torch.zeros(3072, 1024, dtype=torch.bfloat16)
     most, result = held(lambda: first @ second)
     said = workspace_bytes("mm", (first, second), result, None)
     assert result.nbytes + said == pytest.approx(most, rel=0.01)
