@@ -28,6 +28,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._prims_common import suggest_memory_format
 from torch._subclasses import fake_tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
@@ -192,7 +193,7 @@ _CUDA: dict[str, Rule] = {
 def _convolution(args: Sequence[Any], out: Tensor) -> int:
     """A copy of the input in a layout of its own while the result is made in one, then that result and the one that is
     handed back; a transposed one makes it twice."""
-    if is_emulated(args[0].dtype):
+    if not _takes_onednn(args[0], args[1], args[3:9]):
         return _unrolled_convolution(args, out)
     result, weight_bytes = _blocked(out), int(args[1].nbytes)
     first = _copied(args[0]) + weight_bytes + result - int(out.nbytes)
@@ -203,21 +204,22 @@ def _convolution(args: Sequence[Any], out: Tensor) -> int:
 def _convolution_backward(args: Sequence[Any], out: Any) -> int:
     """First the gradient of the input, from a copy of the output's gradient; then that of the weight, from copies of
     the output's gradient and the input, or of one of them where each channel has a group and a large kernel. Of half
-    precision it is summed in float32, from a sample of each turned around for every thread; of a result of one position
-    it is made twice."""
+    precision it is summed in float32, from a sample of each turned around for every thread; where it is made in another
+    layout, it is there twice and more (`_times_made_beside`)."""
     gradient, values, weight, groups = args[0], args[1], args[2], args[9]
-    if is_emulated(values.dtype):
+    if not _takes_onednn(values, weight, args[4:10]):
         return _unrolled_convolution_backward(args, out)
     results = sum(int(tensor.nbytes) for tensor in _tensors(out))
     first = _blocked(gradient) + _blocked(values) + int(weight.nbytes) - results if args[10][0] else 0
+    if args[10][0] and values.shape[1] % _LANES:
+        first = max(first, _blocked(values))  # the gradient of the input, before it is laid out as that
     second = _blocked(gradient) + _copied(values)
     if groups == values.shape[1] > 1 and max(weight.shape[2:]) > _SMALL_KERNEL:
         first, second = 0, max(_blocked(gradient), _copied(values))
-    if weight.element_size() < _FLOAT32 or max(gradient.shape[2:]) == 1:
-        second += 2 * int(weight.nbytes)
+    second += _times_made_beside(gradient, weight) * int(weight.nbytes)
     if weight.element_size() < _FLOAT32 and math.prod(weight.shape[2:]) > 1 and weight.shape[1] > 1:
         second += int(gradient.nbytes + values.nbytes) // max(1, len(values)) * torch.get_num_threads()
-    least_bytes = max(first, second, int(weight.nbytes))
+    least_bytes = max(first, second if args[10][1] else 0, int(weight.nbytes))
     if (
         groups == 1
         and not _lies_channels_last(values)
@@ -229,6 +231,29 @@ def _convolution_backward(args: Sequence[Any], out: Any) -> int:
         return max(least_bytes, int(times * _convolution_backward(fewer, fewer[1:3])))
     each_a_sum = values if args[7] else gradient
     return _scratch_of_convolution(aten.convolution_backward.default, args, 2, each_a_sum, least_bytes)
+
+
+def _takes_onednn(values: Tensor, weight: Tensor, how: Sequence[Any]) -> bool:
+    """Whether torch hands a convolution over, else it multiplies: half precision that the processor has no instructions
+    for, and kernels of one position over few samples on one thread. (`use_mkldnn` in `native/Convolution.cpp`.)"""
+    if is_emulated(values.dtype):
+        return False
+    strides, _, dilations, transposed, *_ = how
+    is_product = math.prod(weight.shape[2:]) == 1 and max(*strides, *dilations) == 1 and not transposed
+    in_full = values.dtype is torch.float32 and values.dim() < _VOLUME_AXES
+    return not (in_full and is_product and len(values) < _FEW_SAMPLES and torch.get_num_threads() == 1)
+
+
+def _times_made_beside(gradient: Tensor, weight: Tensor) -> int:
+    """How many times as large as a weight's gradient is what it is made in. Measured; with AVX2, kernels of one
+    position are so where both channels are an odd number of vectors."""
+    is_wide = _LANES > _AVX2_LANES
+    if weight.element_size() < _FLOAT32:
+        return 2
+    if max(gradient.shape[2:]) == 1:
+        return 2 if is_wide else 1
+    in_vectors = all(channels % (2 * _AVX2_LANES) == _AVX2_LANES for channels in weight.shape[:2])
+    return 2 if not is_wide and in_vectors and math.prod(weight.shape[2:]) == 1 else 0
 
 
 def _of_fewer_channels(args: Sequence[Any]) -> tuple[Any, ...]:
@@ -275,13 +300,18 @@ def _scratch_of_convolution(
         args: Its arguments: tensors that have a batch, and the weight.
         batched: How many have a batch.
         each_a_sum: The one of which each number is a sum, or is added to as many, as a row of the weight is long.
-        least_bytes: What copies take where values do not lie channels last, which are read as they lie. It counts where
-            the whole batch is not asked about: of few samples, a weight may take more than they do.
+        least_bytes: What copies take where values do not lie channels last; those that do are read as they lie, and
+            only weights are copied. It counts where the whole batch is not asked about: of few samples, a weight may
+            take more than they do.
     """
     values, weight, batch = args[batched - 1], args[batched], int(args[0].shape[0])
     times = 1
+    unasked_bytes = least_bytes
     if _lies_channels_last(values):
-        least_bytes, times = 0, _FEWEST_SAMPLES  # more is asked about where less is known
+        # More is asked about where less is known. The weight is laid out channels last, and then as the kernel reads
+        # it, and so is its gradient.
+        least_bytes, times = 0, _FEWEST_SAMPLES
+        unasked_bytes = batched * int(weight.nbytes) + _laid_out(weight, lies_last=True)
     threads = torch.get_num_threads()
     operands, options = _described(args)
 
@@ -298,13 +328,12 @@ def _scratch_of_convolution(
     most = int(times * min(_MOST_PRODUCTS_OF_MANY / products, _MOST_NUMBERS_OF_MANY / numbers))
     asked = min(batch, most)
     if asked < min(batch, fewest) or weight.numel() > times * _MOST_NUMBERS_OF_MANY:
-        return least_bytes
+        return unasked_bytes
     fewer = max(asked // 2, asked - threads)  # threads share samples
     held, held_by_fewer = ask(asked), ask(fewer) if asked < batch else 0
     if held is None or held_by_fewer is None:
-        return least_bytes
-    # Products of one position of few samples on one thread copy nothing (`use_mkldnn` in `native/Convolution.cpp`).
-    if asked == batch or (not held and batch < _FEW_SAMPLES):
+        return unasked_bytes
+    if asked == batch:
         return held
     of_each = max(0, held - held_by_fewer) / (asked - fewer) if held_by_fewer else held / asked
     return max(held + int(of_each * (batch - asked)), least_bytes)
@@ -351,32 +380,90 @@ def _blocked(tensor: Tensor) -> int:
 
 
 def _unrolled_convolution(args: Sequence[Any], out: Tensor) -> int:
-    """Columns. Of several groups each is computed from a copy of its channels, and at last all are joined."""
+    """Columns, and copies of operands that lie otherwise than the kernel reads them. Of several groups each is computed
+    from a copy of its channels, and at last all are joined."""
     values, weight, groups = args[0], args[1], int(args[8])
-    columns = _columns(values, out, weight, args[3:7], backward=False)
-    return columns if groups == 1 else max(columns + int(values.nbytes) // groups, int(out.nbytes))
+    lies_last = _reads_channels_last(values, weight)
+    copies = _laid_out(values, lies_last) + _laid_out(weight, lies_last)
+    columns = _columns(values, out, weight, args[3:9], backward=False)
+    if args[2] is not None and args[6] and values.dim() == _VOLUME_AXES:
+        columns += math.prod(out.shape[2:]) * out.element_size()  # as many ones spread the bias
+    if groups == 1 or _takes_groups(values, args[3:9]):
+        return copies + columns
+    return copies + max(columns + int(values.nbytes) // groups, int(out.nbytes))
 
 
 def _unrolled_convolution_backward(args: Sequence[Any], out: Any) -> int:
-    """The same, with copies of the output's gradient too."""
-    gradient, values, weight, groups = args[0], args[1], args[2], int(args[9])
-    columns = _columns(values, gradient, weight, args[4:8], backward=True)
-    if groups == 1:
-        return columns
-    results = sum(int(tensor.nbytes) for tensor in _tensors(out))
-    return max(columns + (int(values.nbytes) + int(gradient.nbytes)) // groups, results)
+    """The same, with copies of the output's gradient too; that of the bias may be summed in float32, before there is
+    one of the weight. Volumes have the columns of one gradient after those of the other."""
+    gradient, values, weight, groups, (to_values, to_weight, to_bias) = *args[:3], int(args[9]), args[10]
+    how, is_volume, is_transposed, is_dilated = args[4:10], values.dim() == _VOLUME_AXES, args[7], max(args[6]) > 1
+    lies_last = _reads_channels_last(values, weight)
+    of_gradient, of_values, of_weight = (_laid_out(one, lies_last) for one in (gradient, values, weight))
+    columns = _columns(values, gradient, weight, how, backward=True)
+    made_later = int(weight.nbytes) if to_weight else 0
+    bias_sum = 0
+    if to_bias and not is_dilated:
+        axes = [axis for axis in range(gradient.dim()) if axis != 1]
+        summed = weight.new_empty(gradient.shape) if is_volume and is_transposed else gradient
+        bias_sum = ON_THE_CPU["sum.dim_IntList"]((summed, axes), weight.new_empty(gradient.shape[1]))
+    if is_volume and not (is_transposed or is_dilated):
+        first = columns + of_gradient + of_weight - made_later if to_values else 0
+        second = (0 if _reads_as_it_lies(weight, how) else columns) + of_gradient + of_values if to_weight else 0
+        return max(first, second, bias_sum - made_later)
+    if is_volume and is_transposed:
+        return columns + of_gradient + of_values + of_weight + bias_sum
+    if not (to_weight or is_transposed or is_dilated):
+        columns = 0
+    if groups > 1:
+        # A group's channels are copied as the whole lies, and again as the kernel reads it.
+        channels = (int(values.nbytes) + int(gradient.nbytes)) // groups
+        of_gradient = channels + int(gradient.nbytes) // groups * (lies_last != _suggests_channels_last(gradient))
+        bias_sum, made_later = bias_sum // groups + channels, made_later // groups
+    results = sum(int(tensor.nbytes) for tensor in _tensors(out)) if groups > 1 else 0
+    return of_values + of_weight + max(columns + of_gradient, bias_sum - made_later, results)
+
+
+def _suggests_channels_last(tensor: Tensor) -> bool:
+    return suggest_memory_format(tensor) in (torch.channels_last, torch.channels_last_3d)
+
+
+def _reads_channels_last(values: Tensor, weight: Tensor) -> bool:
+    """Whether a kernel that writes out patches reads them with channels last: never volumes.
+    (`thnn_conv_use_channels_last` in `native/ConvUtils.h`.)"""
+    return values.dim() < _VOLUME_AXES and (_suggests_channels_last(values) or _suggests_channels_last(weight))
+
+
+def _laid_out(tensor: Tensor, lies_last: bool) -> int:
+    """Bytes of the copy of what lies otherwise."""
+    last = torch.channels_last_3d if tensor.dim() == _VOLUME_AXES else torch.channels_last
+    wanted = last if lies_last else torch.contiguous_format
+    return 0 if tensor.is_contiguous(memory_format=wanted) else int(tensor.numel()) * tensor.element_size()
+
+
+def _reads_as_it_lies(weight: Tensor, how: Sequence[Any]) -> bool:
+    """Whether a kernel of one position needs no columns."""
+    strides, padding, *_ = how
+    return math.prod(weight.shape[2:]) == 1 and max(strides) == 1 and not max(padding)
+
+
+def _takes_groups(values: Tensor, how: Sequence[Any]) -> bool:
+    """Whether all groups are computed at once: those of volumes."""
+    _, _, dilations, transposed, *_ = how
+    return values.dim() == _VOLUME_AXES and not transposed and max(dilations) == 1
 
 
 def _columns(values: Tensor, result: Tensor, weight: Tensor, how: Sequence[Any], *, backward: bool) -> int:
-    """Bytes of the columns of one group: of a whole batch, or one sample after another. A kernel of one position reads
-    the values as they lie."""
-    strides, padding, dilations, transposed = how
-    if math.prod(weight.shape[2:]) == 1 and max(strides) == 1 and not max(padding) and (backward or not transposed):
+    """Bytes of the columns of what is computed at once: of a whole batch, or one sample after another. A kernel of one
+    position reads the values as they lie."""
+    _, _, dilations, transposed, _, groups = how
+    if _reads_as_it_lies(weight, how) and (backward or not transposed):
         volume = values.dim() == _VOLUME_AXES and backward
         return int(values.nbytes) if volume else 0
     one_by_one = (backward or values.dim() == _VOLUME_AXES) if transposed else max(dilations) > 1
     positions = math.prod((values if transposed else result).shape[2:]) * (1 if one_by_one else values.shape[0])
-    return math.prod(weight.shape[1:]) * positions * values.element_size()
+    at_once = int(groups) if _takes_groups(values, how) else 1
+    return math.prod(weight.shape[1:]) * at_once * positions * values.element_size()
 
 
 def _product_of(place: int) -> Rule:
@@ -487,7 +574,8 @@ def _eight_bit_step(args: Sequence[Any], _: Any) -> int:
     return int(_FLOAT32 * widened * gradient.numel())
 
 
-_LANES = 16 if "AVX512" in torch.backends.cpu.get_cpu_capability() else 8
+_AVX2_LANES = 8
+_LANES = 16 if "AVX512" in torch.backends.cpu.get_cpu_capability() else _AVX2_LANES
 _VOLUME_AXES, _OPERANDS = 5, 3
 _FEW_SAMPLES, _SMALL_KERNEL, _HEAVY = 16, 3, 4
 
