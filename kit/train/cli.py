@@ -139,7 +139,11 @@ def main() -> None:
 
 
 def format_warning(
-    message: Warning | str, category: type[Warning], filename: str, lineno: int, line: str | None = None
+    message: Warning | str,
+    category: type[Warning],
+    filename: str,
+    lineno: int,
+    line: str | None = None,  # noqa: ARG001
 ) -> str:
     """One line of a log, with the place of a warning where that is a file of the project, and without it elsewhere."""
     file, project = Path(filename), Path.cwd()
