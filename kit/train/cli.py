@@ -140,7 +140,7 @@ def main() -> None:
 
 def format_warning(
     message: Warning | str,
-    category: type[Warning],
+    category: type[Warning],  # noqa: ARG001
     filename: str,
     lineno: int,
     line: str | None = None,  # noqa: ARG001
@@ -149,7 +149,7 @@ def format_warning(
     file, project = Path(filename), Path.cwd()
     own = file.is_relative_to(project) and "site-packages" not in file.parts
     place = f"{file.relative_to(project)}:{lineno}: " if own else ""
-    return f"{place}{category.__name__}: {message}\n"
+    return f"{place}{message}\n"
 
 
 def unfit_checkpoint(error: RuntimeError) -> ConfigError | None:

@@ -215,5 +215,5 @@ def test_a_warning_of_a_package_tells_no_path_and_one_of_the_project_its_place(t
     monkeypatch.chdir(tmp_path)
     own, package = tmp_path / "mine" / "model.py", tmp_path / ".venv" / "lib" / "site-packages" / "other.py"
     told = {file: format_warning("no loader", UserWarning, str(file), 7) for file in (own, package, Path(sys.prefix))}
-    assert told[own] == "mine/model.py:7: UserWarning: no loader\n"
-    assert told[package] == told[Path(sys.prefix)] == "UserWarning: no loader\n"
+    assert told[own] == "mine/model.py:7: no loader\n"
+    assert told[package] == told[Path(sys.prefix)] == "no loader\n"
