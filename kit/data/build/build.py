@@ -110,7 +110,7 @@ def build(
     if differing is not None and all(name.startswith(_chosen(config, asked)) for name in differing):
         dataset = open_dataset(url, config.data.credentials)
         how = _beside_the_best(dataset, chosen) if differing else "with these settings; nothing to do"
-        say(f"{redact(url)} is already built {how}", progress)
+        say(f"{redact(config.data.url)} is already built {how}", progress)
         return dataset
     with write_lock(store, url):
         finished = prepare(store, url, blueprint, opened, overwrite=overwrite)
