@@ -369,6 +369,12 @@ def project_folder(start: Path | None = None) -> Path:
     return next((folder for folder in (here, *here.parents) if any((folder / mark).exists() for mark in marks)), here)
 
 
+def project_path(path: Path) -> str:
+    """As a path is called from the project folder; one elsewhere as it is."""
+    root = project_folder()
+    return path.relative_to(root).as_posix() if path.is_relative_to(root) else str(path)
+
+
 def resolve_path(path: str | Path) -> Path:
     """An absolute path: as given, else below the working directory, else below the project folder.
 

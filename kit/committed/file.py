@@ -27,7 +27,7 @@ from kit.arguments import takes_config
 from kit.committed.job import make_job, write_drafts
 from kit.committed.run import CommittedRun, LaunchLines
 from kit.committed.yaml import Job, committed_yaml
-from kit.config import Config, project_folder, resolve_path
+from kit.config import Config, project_folder, project_path, resolve_path
 from kit.errors import ConfigError, Problem, did_you_mean
 from kit.json_text import read_json, write_whole
 from kit.machine.machine import hardware
@@ -169,7 +169,7 @@ class Committed:
             message = f"{counts[wrong[0]]!r} is not a number from 1 on; kit.commit writes one"
             raise ConfigError([Problem(f"trainer.{wrong[0]}", message)], str(self.file))
         return LaunchLines(
-            file=_relative(self.file), name=self.file.stem, nodes=counts["num_nodes"], devices=counts["devices"],
+            file=project_path(self.file), name=self.file.stem, nodes=counts["num_nodes"], devices=counts["devices"],
             restarts=self.config.commit.restarts, gpu=trainer.get("accelerator") == "gpu",
             stages=tuple(asked_stages(self.config)),
         )  # fmt: skip
@@ -213,10 +213,10 @@ class Committed:
         return [str(note) for note in self.evidence.get("notes", ())]
 
     def __repr__(self) -> str:
-        lines = [f"{_relative(self.file)}: {self._headline}"]
+        lines = [f"{project_path(self.file)}: {self._headline}"]
         lines += [f"  {command}" for command in commands_of(self.launch).values()]
         lines += [f"- {note}" for note in self.notes]
-        return "\n".join([*lines, *(f"  {_relative(path)}" for path in self.files[1:])])
+        return "\n".join([*lines, *(f"  {project_path(path)}" for path in self.files[1:])])
 
     @property
     def _headline(self) -> str:
@@ -229,7 +229,7 @@ class Committed:
 
     def _repr_html_(self) -> str:
         commands = "\n".join(commands_of(self.launch).values())
-        files = ", ".join(_relative(path) for path in self.files)
+        files = ", ".join(project_path(path) for path in self.files)
         body = f"<b>{html.escape(self._headline)}</b><pre style='white-space:pre-wrap'>{html.escape(commands)}</pre>"
         notes = html_list(self.notes) if self.notes else ""
         text = html.escape(self.text)
@@ -239,7 +239,7 @@ class Committed:
 
 def _launch(job: Job, file: Path) -> LaunchLines:
     return LaunchLines(
-        file=_relative(file), name=job.stem, nodes=job.nodes, devices=job.devices,
+        file=project_path(file), name=job.stem, nodes=job.nodes, devices=job.devices,
         restarts=job.config.commit.restarts, gpu=job.accelerator == "gpu", stages=tuple(asked_stages(job.config)),
     )  # fmt: skip
 
@@ -251,12 +251,6 @@ def commands_of(launch: LaunchLines) -> dict[str, str]:
     lines = {"python": launch.python}
     lines |= {"torchrun": launch.torchrun} if launch.world_size > 1 else {}
     return lines | {f"{stage}, afterwards": launch.stage(stage) for stage in launch.stages}
-
-
-def _relative(path: Path) -> str:
-    """As it is called from the project folder."""
-    root = project_folder()
-    return path.relative_to(root).as_posix() if path.is_relative_to(root) else str(path)
 
 
 def _write(path: Path, text: str) -> None:

@@ -29,7 +29,7 @@ from pathlib import Path
 from typing import Any, Literal, Self
 
 import kit
-from kit.config import Config, project_folder
+from kit.config import Config, project_folder, project_path
 from kit.errors import ConfigError, HardwareError, Problem, TrialError, TrialStopped
 from kit.events import Event, EventReader
 from kit.json_text import read_json
@@ -263,7 +263,7 @@ class CommittedRun(Drawable):
             began = f" from step {self.first_step} on" if self.first_step else ""
             took = f"{format_seconds(self.seconds)}, {format_seconds(self.training_seconds)} of them training"
             first = f"{self.launch.name}: {self.poll()}, {self.steps} steps{began} in {took}{last}"
-        return "\n  ".join(filter(None, [first, self.message, self.command, str(self.log)]))
+        return "\n  ".join(filter(None, [first, self.message, self.command, project_path(self.log)]))
 
     def _repr_html_(self) -> str:
         return f"<pre>{html.escape(repr(self))}</pre>"

@@ -279,7 +279,7 @@ def refuse_unfinished(store: Store, url: str) -> None:
     if build is not None:
         done = len(read_journals(store, url))
         raise UnfinishedStoreError(
-            f"{redact(url)}: {done} of {build.shards} shards are written; run kit.build(config) again to finish it"
+            f"{redact(url)}: {done} of {build.shards} objects are written; run kit.build(config) again to finish it"
         )
 
 

@@ -124,6 +124,7 @@ def main() -> None:
     """Run the command line; what is wrong with it is one line on stderr."""
     logger = logging.getLogger("lightning.pytorch.utilities.rank_zero")
     logger.addFilter(lambda record: "Tip: For seamless" not in record.getMessage())  # of a product, not of the run
+    warnings.formatwarning = format_warning
     use_one_lightning()
     gc.freeze()  # else each full collection looks at all that imports have made, and stops threads that read meanwhile
     gc.enable()
@@ -135,6 +136,20 @@ def main() -> None:
         if (unfit := unfit_checkpoint(error)) is None:
             raise
         sys.exit(f"{type(unfit).__name__}: {unfit}")
+
+
+def format_warning(
+    message: Warning | str,
+    category: type[Warning],  # noqa: ARG001
+    filename: str,
+    lineno: int,
+    line: str | None = None,  # noqa: ARG001
+) -> str:
+    """One line of a log, with the place of a warning where that is a file of the project, and without it elsewhere."""
+    file, project = Path(filename), Path.cwd()
+    own = file.is_relative_to(project) and "site-packages" not in file.parts
+    place = f"{file.relative_to(project)}:{lineno}: " if own else ""
+    return f"{place}{message}\n"
 
 
 def unfit_checkpoint(error: RuntimeError) -> ConfigError | None:

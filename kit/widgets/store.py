@@ -393,7 +393,7 @@ class _Report:
 
     def __init__(self, control: BuildControl, stop: threading.Event) -> None:
         self._control, self._stop = control, stop
-        self.begin("Building", "shards")
+        self.begin("Building", "objects")
 
     def begin(self, verb: str, noun: str) -> None:
         """Count anew."""

@@ -40,6 +40,8 @@ def test_it_runs_as_the_trial_did_and_says_what_it_does(alone, monkeypatch, caps
     assert "epoch 2, step 16, loss" in shown
     assert "COMPLETE, 16 steps" in repr(run)
     assert committed.launch.python in repr(run)
+    assert run.log.name in repr(run)
+    assert str(kit.config.project_folder()) not in repr(run)
     assert f"{run.losses[-1]:.4g}" in repr(run)
     assert "Tip" not in shown
     assert "Warning" not in shown

@@ -201,7 +201,7 @@ def test_an_interrupt_leaves_a_store_that_says_how_far_it_got_and_can_be_finishe
     config = tiny_config(f"{place}/t.zarr")
     with pytest.raises(KeyboardInterrupt):
         build(config, progress=stop_after(5), threads=1)
-    with pytest.raises(UnfinishedStoreError, match=r"\d+ of 12 shards .*kit\.build") as caught:
+    with pytest.raises(UnfinishedStoreError, match=r"\d+ of 12 objects .*kit\.build") as caught:
         open_dataset(config)
     before = int(str(caught.value).split(" of 12")[0].split()[-1])
     assert before >= 5
@@ -466,12 +466,12 @@ def test_a_store_without_a_manifest_cannot_be_verified(tmp_path):
 
 
 def test_the_line_tells_what_is_done_and_how_long_is_left(monkeypatch):
-    line = ProgressLine("Building", "shards")
+    line = ProgressLine("Building", "objects")
     monkeypatch.setattr("kit.data.build.build.time", SimpleNamespace(monotonic=lambda: 100.0))
     line(2, 64, 0)
-    assert line.text(12, 64, 33_000_000, 110.0) == "Building 12 of 64 shards, 31.5 MiB, 52 s left"
-    assert line.text(64, 64, 2**20, 170.0) == "Building 64 of 64 shards, 1 MiB, 1 min 10 s"
-    assert line.text(2, 64, 0, 100.5) == "Building 2 of 64 shards, 0 B"
+    assert line.text(12, 64, 33_000_000, 110.0) == "Building 12 of 64 objects, 31.5 MiB, 52 s left"
+    assert line.text(64, 64, 2**20, 170.0) == "Building 64 of 64 objects, 1 MiB, 1 min 10 s"
+    assert line.text(2, 64, 0, 100.5) == "Building 2 of 64 objects, 0 B"
 
 
 def test_a_terminal_sees_one_line_and_a_pipe_sees_nothing(tmp_path, tiny_config, capsys, monkeypatch):
@@ -481,7 +481,7 @@ def test_a_terminal_sees_one_line_and_a_pipe_sees_nothing(tmp_path, tiny_config,
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
     build(tiny_config(tmp_path / "b.zarr"))
     shown = capsys.readouterr().err
-    assert "Building 12 of 12 shards" in shown
+    assert "Building 12 of 12 objects" in shown
     assert shown.count("\n") == 1
 
 
@@ -496,7 +496,7 @@ def test_a_notebook_shows_one_line_that_updates(tmp_path, tiny_config):
     notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(cell)])
     NotebookClient(notebook, timeout=300, kernel_name="python3").execute()
     (output,) = notebook.cells[0].outputs
-    assert output.data["text/plain"].startswith("Building 12 of 12 shards")
+    assert output.data["text/plain"].startswith("Building 12 of 12 objects")
 
 
 def test_long_builds_leave_few_journals(tmp_path, tiny_config, monkeypatch):

@@ -103,6 +103,8 @@ def test_how_well_block_order_mixed_stands_beside_how_well_it_was_to(stores):
     shown = repr(Readings([free, mixed, none]))
     assert f"in block order: mixing {mixed.mixing:.0%}, predicted {mixed.predicted_mixing:.0%}" in shown
     assert shown.count("mixing") == 1
+    busy = [replace(one, queued_fraction=0.9) for one in (free, mixed)]
+    assert len({note.split(": the machine")[0] for one in busy for note in one.notes if "busy" in note}) == 2
 
 
 def test_several_ranks_are_measured_as_one(stores):

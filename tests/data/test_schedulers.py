@@ -306,7 +306,7 @@ def test_a_long_group_records_its_shards_while_it_runs(tmp_path, monkeypatch):
     with pytest.raises(KeyboardInterrupt) as caught:
         build(config, progress=False)
     assert caught.value is builder_error
-    with pytest.raises(UnfinishedStoreError, match="8 of 16 shards are written"):
+    with pytest.raises(UnfinishedStoreError, match="8 of 16 objects are written"):
         open_dataset(config)
     monkeypatch.undo()
     written = []

@@ -10,7 +10,7 @@ import pytest
 
 import kit
 from kit.errors import ConfigError, HardwareError, StoreError, TargetError
-from kit.train.cli import check_files, check_run, check_values
+from kit.train.cli import check_files, check_run, check_values, format_warning
 
 HOME = str(Path(kit.__file__).parents[1])
 
@@ -206,3 +206,14 @@ def run_cli(folder, *options):
         [sys.executable, "-m", "kit.train.cli", "fit", *options], cwd=folder, env={**os.environ, "PYTHONPATH": HOME},
         capture_output=True, text=True, timeout=300, check=False,
     )  # fmt: skip
+
+
+# -- warnings in its log
+
+
+def test_a_warning_of_a_package_tells_no_path_and_one_of_the_project_its_place(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    own, package = tmp_path / "mine" / "model.py", tmp_path / ".venv" / "lib" / "site-packages" / "other.py"
+    told = {file: format_warning("no loader", UserWarning, str(file), 7) for file in (own, package, Path(sys.prefix))}
+    assert told[own] == "mine/model.py:7: no loader\n"
+    assert told[package] == told[Path(sys.prefix)] == "no loader\n"

@@ -81,7 +81,7 @@ def test_build_writes_the_store_says_how_far_it_is_and_ends_with_it_open(panel):
     panel.control.progress.observe(lambda change: said.append(text(panel.control.progress)), "value")
     panel.control.button.click()
     assert panel.wait(WAIT).dataset.open_array("wind").shape == (16, 32, 32)
-    assert any(re.search(r"building: \d+ of \d+ shards", words) for words in said)
+    assert any(re.search(r"building: \d+ of \d+ objects", words) for words in said)
     assert "built in" in said[-1]
     assert "is built" in text(panel.view.summary)
     assert panel.control.button.description == "Build"

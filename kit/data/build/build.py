@@ -110,7 +110,7 @@ def build(
     if differing is not None and all(name.startswith(_chosen(config, asked)) for name in differing):
         dataset = open_dataset(url, config.data.credentials)
         how = _beside_the_best(dataset, chosen) if differing else "with these settings; nothing to do"
-        say(f"{redact(url)} is already built {how}", progress)
+        say(f"{redact(config.data.url)} is already built {how}", progress)
         return dataset
     with write_lock(store, url):
         finished = prepare(store, url, blueprint, opened, overwrite=overwrite)
@@ -311,7 +311,7 @@ Progress = Callable[[int, int, int], None]
 _SECONDS_BETWEEN = 0.25
 
 
-def make_progress(progress: bool | Progress, verb: str, noun: str = "shards") -> Progress:
+def make_progress(progress: bool | Progress, verb: str, noun: str = "objects") -> Progress:
     """The callable asked for: the caller's own, a line (True), or nothing (False)."""
     if callable(progress):
         if hasattr(progress, "begin"):
@@ -321,7 +321,7 @@ def make_progress(progress: bool | Progress, verb: str, noun: str = "shards") ->
 
 
 class ProgressLine:
-    """`Building 12 of 64 shards, 31.5 MiB, 40 s left`; the first call sets where the rate is counted from."""
+    """`Building 12 of 64 objects, 31.5 MiB, 40 s left`; the first call sets where the rate is counted from."""
 
     def __init__(self, verb: str, noun: str) -> None:
         self.verb, self.noun = verb, noun

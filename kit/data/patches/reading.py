@@ -111,7 +111,7 @@ class MeasuredReading:
     @property
     def notes(self) -> list[str]:
         """A busy machine, fewer open requests than are allowed, and how well block order mixed, where there is such."""
-        chunk, found = "×".join(map(str, self.chunk)), []
+        chunk, found = f"{'×'.join(map(str, self.chunk))} in {self.order} order", []
         if self.queued_fraction > _BUSY_FRACTION:
             found.append(
                 f"{chunk}: the machine was busy: what reads waited {self.queued_fraction:.0%} of its time for a core, "
@@ -122,8 +122,8 @@ class MeasuredReading:
             found.append(f"{chunk}: {allowed} are open: {self.open_reason}")
         if self.order == "block" and self.mixing is not None and self.predicted_mixing is not None:
             found.append(
-                f"{chunk} in block order: mixing {self.mixing:.0%}, predicted {self.predicted_mixing:.0%} (the "
-                "independent samples that a batch is worth at least, over its size)"
+                f"{chunk}: mixing {self.mixing:.0%}, predicted {self.predicted_mixing:.0%} (the independent samples "
+                "that a batch is worth at least, over its size)"
             )
         return found
 

@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from kit.arguments import checks_arguments
-from kit.config import near
+from kit.config import near, project_path
 from kit.data.rows.page_cache import delivered_dtype, name_of
 from kit.data.rows.sources import MemoryRows, NpyRows, RowSource, TorchRows, ZarrRows
 from kit.data.stores.url import local_folder, redact, resolve_url
@@ -152,7 +152,8 @@ class Rows:
         chosen = "" if self.indices is None else f" of {self.source.shape[0]:,} rows"
         given = "" if self.stored_dtype == name_of(self.dtype) else f" given as {name_of(self.dtype)}"
         note = f"; {self.note}" if self.note else ""
-        return f"Rows {by}{chosen} {self.stored_dtype}{given}, {format_bytes(self.nbytes)}, {self.place}{note}"
+        place = self.place if self.file is None else project_path(self.file)
+        return f"Rows {by}{chosen} {self.stored_dtype}{given}, {format_bytes(self.nbytes)}, {place}{note}"
 
     def _repr_html_(self) -> str:
         return f"<div>{escape(str(self))}</div>"

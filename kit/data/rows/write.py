@@ -33,7 +33,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from kit.arguments import checks_arguments
-from kit.config import Config
+from kit.config import Config, project_path
 from kit.data.build.build import Progress, build, make_progress, say
 from kit.data.build.rechunk import Region
 from kit.data.build.source import VariableSpec
@@ -432,7 +432,9 @@ class ArraySize:
     def _rows(self) -> list[list[str]]:
         rows = [["in memory", format_bytes(self.memory_bytes), format_bytes(self.free_memory_bytes)]]
         free = "unknown" if self.free_disk_bytes is None else format_bytes(self.free_disk_bytes)
-        rows.append([f"on disk, {self.place}", format_bytes(self.disk_bytes), free])
+        folder = local_folder(self.place)
+        place = self.place if folder is None else project_path(folder)
+        rows.append([f"on disk, {place}", format_bytes(self.disk_bytes), free])
         fits = {True: "fits", False: "does not fit", None: "unknown"}
         return [[*row, fits[answer]] for row, answer in zip(rows, (self.fits_memory, self.fits_disk), strict=True)]
 

@@ -33,7 +33,7 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import google_crc32c
 
-from kit.config import resolve_path
+from kit.config import project_path, resolve_path
 from kit.data.stores.lock import turn_at
 from kit.data.tables.source import Query, checked, expected_schema, import_extra, refuse_difference
 from kit.errors import ConfigError, Problem, QueryError, SchemaChangedError, StoreError, first_line
@@ -156,7 +156,7 @@ class QueryCache:
         entries = self.entries()
         size = format_bytes(sum(entry.file_bytes for entry in entries))
         rows = [[e.source, e.query, format_count(e.rows), format_bytes(e.file_bytes)] for e in entries]
-        return f"{plural(len(entries), 'result')}, {size}, in {self.folder}", rows
+        return f"{plural(len(entries), 'result')}, {size}, in {project_path(self.folder)}", rows
 
     def __repr__(self) -> str:
         headline, rows = self._described()

@@ -35,6 +35,14 @@ def whole(rows):
     return found.numpy()
 
 
+def test_places_are_told_as_they_are_called_from_the_project(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    written = kit.data.write_rows("data/x.npy", numbers(), progress=False)
+    for shown in (str(written), str(kit.data.array_bytes((53, 7)))):
+        assert "data" in shown
+        assert str(tmp_path) not in shown
+
+
 def test_the_size_of_an_array_is_told_before_there_is_one(tmp_path):
     size = kit.data.array_bytes((500_000, 100_000), path=tmp_path / "large.npy")
     assert (size.memory_bytes, size.disk_bytes) == (200_000_000_000, 200_000_000_128)

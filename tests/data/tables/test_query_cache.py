@@ -214,7 +214,7 @@ def test_a_reader_is_not_disturbed_by_who_drops_the_result(tmp_path):
     assert pyarrow.Table.from_batches([begun, *batches]).to_pylist() == first
 
 
-def test_the_cache_tells_what_it_holds_and_drops_what_is_asked(tmp_path):
+def test_the_cache_tells_what_it_holds_and_drops_what_is_asked(tmp_path, monkeypatch):
     cache = QueryCache(tmp_path / "cache")
     one, other = tmp_path / "one", tmp_path / "other"
     sources = []
@@ -232,6 +232,8 @@ def test_the_cache_tells_what_it_holds_and_drops_what_is_asked(tmp_path):
     assert cache.drop(sources[0]) == entry.file_bytes
     assert len(cache.entries()) == 1
     assert repr(cache).startswith("1 result, ")
+    monkeypatch.chdir(tmp_path)
+    assert str(tmp_path) not in repr(cache)
     with pytest.raises(ConfigError, match="say which"):
         cache.drop(stale=True)
 
