@@ -251,7 +251,7 @@ def _times_made_beside(gradient: Tensor, weight: Tensor) -> int:
     if weight.element_size() < _FLOAT32:
         return 2
     if max(gradient.shape[2:]) == 1:
-        return 2 if is_wide else 1
+        return 2 if is_wide or _suggests_channels_last(weight) else 1
     in_vectors = all(channels % (2 * _AVX2_LANES) == _AVX2_LANES for channels in weight.shape[:2])
     return 2 if not is_wide and in_vectors and math.prod(weight.shape[2:]) == 1 else 0
 
