@@ -459,11 +459,6 @@ def checked_shard(shard: Sequence[int], chunk: Sequence[int], dims: Sequence[str
 
 
 _READER_COLUMNS = ("reader", "weight", "samples/s", "bound by", "at its best", "with chunk", "price of sharing")
-_KEY = (
-    "requests/sample and × patch: least · mean · most of a sample alone; as read: shared by a batch, its window or the "
-    "cache; read/sample: stored bytes as read; × patch counts whole chunks; memory: of one rank, "
-    f"beside {format_bytes(OPENING_BYTES)} once"
-)
 _SHOWN_ROWS = 9
 
 
@@ -543,7 +538,7 @@ class ChunkPlan(Drawable):
         ]
 
     def __repr__(self) -> str:
-        parts = [self._headline, text_table(*self._table()), _KEY]
+        parts = [self._headline, text_table(*self._table()), self._key]
         if len(self.readers) > 1:
             parts.append(text_table(_READER_COLUMNS, self._reader_rows()))
         return "\n".join([*parts, *(f"- {reason}" for reason in self.reasons)])
@@ -551,10 +546,23 @@ class ChunkPlan(Drawable):
     def _repr_html_(self) -> str:
         columns, rows, marked = self._table()
         shown = html_table(columns, rows, caption=self._headline, marked=marked, dense=True)
-        shown += f'<div style="opacity: 0.75; max-width: 60em">{_KEY}</div>'
+        shown += f'<div style="opacity: 0.75; max-width: 60em">{self._key}</div>'
         if len(self.readers) > 1:
             shown += html_table(_READER_COLUMNS, self._reader_rows(), caption="readers", dense=True)
         return f'<div style="overflow-x: auto">{shown}</div>{html_list(self.reasons)}'
+
+    @property
+    def _key(self) -> str:
+        ratio = self.chosen.bytes_per_batch / self.chosen.stored_bytes_per_batch
+        stored = "as if nothing were compressed" if ratio == 1 else f"compressed {ratio:.3g} times"
+        shared = (
+            ", one request a chunk (fewer once it is built: neighbours in a shard share them)" if self.shard else ""
+        )
+        return (
+            "requests/sample and × patch: least · mean · most of a sample alone; as read: shared by a batch, its "
+            f"window or the cache{shared}; read/sample: bytes of that, {stored}; × patch counts whole chunks; memory: "
+            f"of one rank, beside {format_bytes(OPENING_BYTES)} once"
+        )
 
     def _reader_rows(self) -> list[list[str]]:
         return [

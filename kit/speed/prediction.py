@@ -272,11 +272,11 @@ def _mfu(step: StepOperators, time: StepTime, costs: Costs) -> float | None:
 
 
 def _sources(time: StepTime, costs: Costs, devices: int, within: Link) -> list[str]:
-    whole = sum(time.sources.values()) or 1.0
+    spent = {name: seconds for name, seconds in time.sources.items() if seconds}
+    whole = sum(spent.values())
     shares = ", ".join(
-        f"{_SOURCES[name]} {spent / whole:.0%}"
-        for name, spent in sorted(time.sources.items(), key=lambda x: -x[1])
-        if spent
+        f"{_SOURCES[name]} {seconds / whole:.0%}" if len(spent) > 1 else _SOURCES[name]
+        for name, seconds in sorted(spent.items(), key=lambda item: -item[1])
     )
     found = [f"costs are those of {costs.name}: {shares}"]
     if isinstance(costs, CostTable) and costs.busy_cores > BUSY_CORES:
@@ -309,7 +309,7 @@ def _sources(time: StepTime, costs: Costs, devices: int, within: Link) -> list[s
 _SOURCES = {
     "measured": "the same call measured", "near": "scaled from calls nearly the same",
     "scaled": "scaled from calls far from it", "roofline": "by FLOPs and bytes alone",
-    "datasheet": "of the stated peaks, as far as kernels reach them",
+    "datasheet": "by its peaks, and the share of them that kernels reach",
 }  # fmt: skip
 
 

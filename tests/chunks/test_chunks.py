@@ -215,6 +215,22 @@ def plan(**changes):
     return plan_layout(network=network, **values)
 
 
+@pytest.mark.parametrize(
+    ("changes", "said", "unsaid"),
+    [
+        ({}, "nothing were compressed", "compressed 2 times"),
+        ({"pattern": {"compression_ratio": 2.0}}, "compressed 2 times", "nothing were compressed"),
+        ({"shard": "none"}, "× patch", "neighbours in a shard"),
+    ],
+)
+def test_the_key_says_what_the_bytes_and_requests_leave_out(changes, said, unsaid):
+    answer = plan(**changes)
+    for shown in (repr(answer), answer._repr_html_()):
+        assert said in shown
+        assert unsaid not in shown
+    assert ("neighbours in a shard" in repr(answer)) == (answer.shard is not None)
+
+
 def access(**changes):
     values = {
         "shape": (20_000, 20_000), "itemsize": 4, "patch": (64, 64), "stride": (64, 64), "order": "random",

@@ -231,7 +231,7 @@ def _devices_asked_for() -> Iterator[list[str]]:
         while frame is not None and _PASSES_ON.search(frame.f_code.co_filename):
             frame = frame.f_back
         if frame is not None and (line := line_of(frame)) and not _is_logging(frame):
-            asked.append(line)
+            asked.append(Path(line).name)
 
     def noting(answer: Callable[..., Any]) -> Callable[..., Any]:
         def ask(*args: Any, **options: Any) -> Any:
