@@ -25,6 +25,16 @@ def test_peaks_are_calls_of_the_table_of_costs_timed_once_and_remembered(config,
     assert kit.studies.device_peaks(config()) == found
 
 
+@pytest.mark.parametrize(("half", "peak"), [(4e11, 4e11), (7e8, 1e11)])
+def test_a_number_format_without_instructions_has_the_peak_of_float32(half, peak):
+    found = peaks.Peaks(
+        device="a device", flops_per_second={"float32": 1e11, "bfloat16": half},
+        nominal_flops_per_second={"float32": None, "bfloat16": None}, bytes_per_second=1e10,
+    )  # fmt: skip
+    assert found.peak("bfloat16") == peak
+    assert dataclasses.replace(found, nominal_flops_per_second={"bfloat16": 3e12}).peak("bfloat16") == 3e12
+
+
 @pytest.mark.slow
 def test_what_was_measured_before_peaks_stays_in_the_table(config, busy_machine_counts):
     path = measure._path(config(), measure.take_devices(config()).resolved)
