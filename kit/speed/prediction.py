@@ -272,11 +272,11 @@ def _mfu(step: StepOperators, time: StepTime, costs: Costs) -> float | None:
 
 
 def _sources(time: StepTime, costs: Costs, devices: int, within: Link) -> list[str]:
-    spent = {name: seconds for name, seconds in time.sources.items() if seconds}
-    whole = sum(spent.values())
+    by_source = {name: seconds for name, seconds in time.sources.items() if seconds}
+    whole = sum(by_source.values())
     shares = ", ".join(
-        f"{_SOURCES[name]} {seconds / whole:.0%}" if len(spent) > 1 else _SOURCES[name]
-        for name, seconds in sorted(spent.items(), key=lambda item: -item[1])
+        f"{_SOURCES[name]} {seconds / whole:.0%}" if len(by_source) > 1 else _SOURCES[name]
+        for name, seconds in sorted(by_source.items(), key=lambda item: -item[1])
     )
     found = [f"costs are those of {costs.name}: {shares}"]
     if isinstance(costs, CostTable) and costs.busy_cores > BUSY_CORES:
