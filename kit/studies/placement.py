@@ -34,8 +34,10 @@ from kit.chunks.resources import Case, WorkingSet, hit_fraction
 from kit.config import Config
 from kit.errors import ConfigError, KitError, Problem
 from kit.machine.machine import hardware, resolve_devices, share
+from kit.machine.processes import BUSY_CORES
 from kit.memory.prediction import predict_memory
 from kit.memory.residual_table import compared, ratio
+from kit.records.row import row_of
 from kit.registry import Drawable
 from kit.studies.repeats import RunSource
 from kit.studies.series import samples_per_second
@@ -262,6 +264,7 @@ class _Study:
         different = min(len(rows), _PROBE_BATCHES * self._global_batch)
         few = RowData(rows, np.arange(len(rows), dtype=np.int64) % different)
         probe = self._trial(few, _PROBE_STEPS, _PROBE_WARMUP)
+        self.sentences += _others("the step alone, from which all epochs are predicted", probe)
         speed = samples_per_second(probe)
         if not speed:
             raise ConfigError([Problem("config", "no step was timed; allow more of trial.timeout_seconds")])
@@ -309,6 +312,7 @@ class _Study:
         from_disk = 0 if in_memory else self._disk_bytes(data, limit_bytes)
         trial = self._trial(data, self._steps * _EPOCHS, self._steps)
         found = compared(trial.paths)
+        self.sentences += _others(name, trial)
         if not in_memory:
             self.sentences.append(f"{name}: {model.sentence(rates)}")
         speed = samples_per_second(trial)
@@ -362,6 +366,14 @@ class _Study:
 
 def _name(rows: Rows) -> str:
     return Path(rows.place).name if rows.file is not None else f"{Path(rows.place).parent.name} (Zarr)"
+
+
+def _others(what: str, trial: Trial) -> list[str]:
+    """What all else on the machine used meanwhile, where that slows what was timed; nothing where it is not known."""
+    cores = row_of(trial.paths).get("other_cores") or 0.0
+    if cores <= BUSY_CORES:
+        return []
+    return [f"{what}: other programs kept {cores:.1f} cores busy while it was timed, so its seconds are too many"]
 
 
 def _own_memory(trial: Trial) -> int | None:

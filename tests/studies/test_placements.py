@@ -1,6 +1,7 @@
 """Placements: predicted beside measured for memory, a file and a page cache too small for it; only batches move."""
 
 import re
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -9,6 +10,7 @@ from lightning.pytorch import LightningModule
 
 import kit
 from kit.errors import ConfigError
+from kit.studies import placement
 from kit.studies.placement import Placement, Placements
 
 
@@ -137,3 +139,11 @@ def test_two_arrays_stand_in_one_table_with_what_is_said_of_each():
         assert "fits neither" in text
     labels = [label.get_text() for label in both.figure().axes[0].get_yticklabels()]
     assert labels == ["1 on disk\nfits the device", "8 on disk\nfits neither"]
+
+
+@pytest.mark.parametrize(("cores", "told"), [(None, 0), (0.2, 0), (1.4, 1)])
+def test_seconds_beside_other_programs_are_told_so(monkeypatch, cores, told):
+    monkeypatch.setattr(placement, "row_of", lambda _: {"other_cores": cores})
+    found = placement._others("x.npy on disk", SimpleNamespace(paths=None))
+    assert len(found) == told
+    assert all("1.4 cores" in text for text in found)
