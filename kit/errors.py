@@ -180,6 +180,12 @@ def did_you_mean(name: object, known: Iterable[object], otherwise: str = "it has
     return f"; {hint}" if hint else ""
 
 
+def first_few(names: Sequence[str], most: int) -> str:
+    """`a, b, c and 4 more`, for a message about names that may be many."""
+    more = f" and {len(names) - most} more" if len(names) > most else ""
+    return ", ".join(names[:most]) + more
+
+
 def first_line(error: BaseException) -> str:
     """What an error says, without the statement, file or traceback that it quotes below."""
     return (str(error).strip().splitlines() or [type(error).__name__])[0]

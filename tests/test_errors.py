@@ -27,3 +27,8 @@ def test_a_config_error_keeps_its_problems_through_pickle():
     assert again.problems == error.problems
     assert str(again) == str(error)
     assert "loader.batch_size: too large" in str(error)
+
+
+@pytest.mark.parametrize(("most", "said"), [(1, "a and 2 more"), (2, "a, b and 1 more"), (3, "a, b, c")])
+def test_many_names_are_named_in_part(most, said):
+    assert errors.first_few(["a", "b", "c"], most) == said

@@ -37,7 +37,7 @@ LARGEST_OBJECT_BYTES = 5 << 40
 """What GCS and S3 allow an object to hold (2025)."""
 CLOSE = 1.10
 """Predictions closer than this count as equal."""
-OWN = "this plan's"
+OWN = "this plan"
 """Name of the plan's own pattern among the readers."""
 _AS_FAST = 1.01
 """What is slower than the fastest by less is as fast."""

@@ -51,7 +51,7 @@ from typing_extensions import override
 from kit.config import Config
 from kit.data.patches.loader import PatchLoader
 from kit.data.patches.module import PatchData
-from kit.errors import ConfigError, KitWarning, Problem
+from kit.errors import ConfigError, KitWarning, Problem, first_few
 from kit.events import EventWriter
 from kit.machine.machine import share
 from kit.machine.processes import keep_freed_memory
@@ -250,9 +250,8 @@ class UnusedParameters(Callback):
         options = strategy._ddp_kwargs
         names = [name for name, held in pl_module.named_parameters() if held.requires_grad and held.grad is None]
         if names and not options.get("find_unused_parameters") and not options.get("static_graph"):
-            more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
             message = (
-                f"false, but {', '.join(names[:_NAMED])}{more} got no gradient in the first step, and ddp would wait "
+                f"false, but {first_few(names, _NAMED)} got no gradient in the first step, and ddp would wait "
                 "for it; set it to true, or freeze with requires_grad_(False) what is never used"
             )
             raise ConfigError([Problem("hardware.ddp_find_unused_parameters", message)])

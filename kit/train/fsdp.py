@@ -38,7 +38,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parameter import is_lazy
 from typing_extensions import override
 
-from kit.errors import ConfigError, Problem
+from kit.errors import ConfigError, Problem, first_few
 from kit.train.sequences import is_chunked
 
 # A module is fitted again by a learning-rate search, and can be sharded only once.
@@ -193,9 +193,8 @@ def _refuse_scalars(module: nn.Module) -> None:
     """Raises: ConfigError: for parameters without a dimension, which no device could have a share of."""
     names = [name for name, parameter in module.named_parameters() if not is_lazy(parameter) and not parameter.dim()]
     if names:
-        more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
         message = (
-            f"fsdp shards no parameter without a dimension, as {', '.join(names[:_NAMED])}{more}; give it one "
+            f"fsdp shards no parameter without a dimension, as {first_few(names, _NAMED)}; give it one "
             "(torch.zeros(1) instead of torch.tensor(0.0)), or take ddp"
         )
         raise ConfigError([Problem("hardware.strategy", message)])

@@ -34,7 +34,7 @@ from zarr.storage import LocalStore
 from kit.config import near, project_folder
 from kit.data.stores.fsspec import RemoteStore, open_remote, refuse_metadata, refuse_resolved
 from kit.data.stores.transfer import passing, status_of
-from kit.errors import StoreError, UnreachableStoreError, did_you_mean
+from kit.errors import StoreError, UnreachableStoreError, did_you_mean, first_few
 from kit.json_text import read_json
 from kit.machine.endpoints import endpoint_of, server_of, takes_no_key
 from kit.machine.machine import waiting_per_core
@@ -391,9 +391,9 @@ def near_url(url: str, credentials: str = "default") -> str:
     above, _, name = path.rpartition("/")
     try:
         if names := _names_at(url, credentials):
-            return f"; it holds {_few(names)}: name one behind the address"
+            return f"; it holds {first_few(names, _MOST_NAMES)}: name one behind the address"
         if above and (names := _names_at(f"{scheme}://{above}", credentials)):
-            return did_you_mean(name, names, otherwise=f"beside it are {_few(names)}", cutoff=0.5)
+            return did_you_mean(name, names, otherwise=f"beside it are {first_few(names, _MOST_NAMES)}", cutoff=0.5)
     except StoreError:  # what may be read need not be listed
         return ""
     return f"; {redact(f'{scheme}://{above or path}')} is empty, or is not there"
@@ -410,11 +410,6 @@ def _names_at(url: str, credentials: str) -> list[str]:
         return run_sync(collect, url, _HINT_SECONDS)
     finally:
         store.close()
-
-
-def _few(names: list[str]) -> str:
-    more = f" and {len(names) - _MOST_NAMES} more" if len(names) > _MOST_NAMES else ""
-    return ", ".join(names[:_MOST_NAMES]) + more
 
 
 _HINT_SECONDS, _MOST_NAMES = 3.0, 5
