@@ -382,6 +382,8 @@ def _blocked(tensor: Tensor) -> int:
 def _unrolled_convolution(args: Sequence[Any], out: Tensor) -> int:
     """Columns, and copies of operands that lie otherwise than the kernel reads them. Of several groups each is computed
     from a copy of its channels, and at last all are joined."""
+    if args[0].dim() == _SERIES_AXES:
+        return _laid_out(args[0], lies_last=False) + _unrolled_convolution(_as_pictures(args, 0), out)
     values, weight, groups = args[0], args[1], int(args[8])
     lies_last = _reads_channels_last(values, weight)
     copies = _laid_out(values, lies_last) + _laid_out(weight, lies_last)
@@ -396,6 +398,8 @@ def _unrolled_convolution(args: Sequence[Any], out: Tensor) -> int:
 def _unrolled_convolution_backward(args: Sequence[Any], out: Any) -> int:
     """The same, with copies of the output's gradient too; that of the bias may be summed in float32, before there is
     one of the weight. Volumes have the columns of one gradient after those of the other."""
+    if args[1].dim() == _SERIES_AXES:
+        return _laid_out(args[1], lies_last=False) + _unrolled_convolution_backward(_as_pictures(args, 1), out)
     gradient, values, weight, groups, (to_values, to_weight, to_bias) = *args[:3], int(args[9]), args[10]
     how, is_volume, is_transposed, is_dilated = args[4:10], values.dim() == _VOLUME_AXES, args[7], max(args[6]) > 1
     lies_last = _reads_channels_last(values, weight)
@@ -405,8 +409,12 @@ def _unrolled_convolution_backward(args: Sequence[Any], out: Any) -> int:
     bias_sum = 0
     if to_bias and not is_dilated:
         axes = [axis for axis in range(gradient.dim()) if axis != 1]
-        summed = weight.new_empty(gradient.shape) if is_volume and is_transposed else gradient
-        bias_sum = ON_THE_CPU["sum.dim_IntList"]((summed, axes), weight.new_empty(gradient.shape[1]))
+        with _disable_current_modes():
+            summed = torch.empty(gradient.shape, dtype=gradient.dtype, device="meta")
+            to_bias = torch.empty(gradient.shape[1], dtype=weight.dtype, device="meta")
+        if not (is_volume and is_transposed):
+            summed = gradient
+        bias_sum = ON_THE_CPU["sum.dim_IntList"]((summed, axes), to_bias)
     if is_volume and not (is_transposed or is_dilated):
         first = columns + of_gradient + of_weight - made_later if to_values else 0
         second = (0 if _reads_as_it_lies(weight, how) else columns) + of_gradient + of_values if to_weight else 0
@@ -422,6 +430,23 @@ def _unrolled_convolution_backward(args: Sequence[Any], out: Any) -> int:
         bias_sum, made_later = bias_sum // groups + channels, made_later // groups
     results = sum(int(tensor.nbytes) for tensor in _tensors(out)) if groups > 1 else 0
     return of_values + of_weight + max(columns + of_gradient, bias_sum - made_later, results)
+
+
+def _as_pictures(args: Sequence[Any], place: int) -> tuple[Any, ...]:
+    """Arguments with series seen as pictures one row high; `place` is that of the values, which are copied before where
+    they do not lie in order. (`view1d_as_2d` in `native/Convolution.cpp`.)"""
+
+    def picture(series: Tensor) -> Tensor:
+        batch, channels, length = series.shape
+        across, along, step = (channels * length, length, 1) if series is args[place] else series.stride()
+        strides = (across, along, step * length, step)
+        return torch.empty_strided((batch, channels, 1, length), strides, dtype=series.dtype, device="meta")
+
+    with _disable_current_modes():
+        tensors = [picture(one) for one in args[: place + 2]]
+    strides, padding, dilations, transposed, more_padding, *rest = args[place + 3 :]
+    lists = ([1, *strides], [0, *padding], [1, *dilations], transposed, [0, *more_padding])
+    return (*tensors, args[place + 2], *lists, *rest)
 
 
 def _suggests_channels_last(tensor: Tensor) -> bool:
@@ -576,7 +601,7 @@ def _eight_bit_step(args: Sequence[Any], _: Any) -> int:
 
 _AVX2_LANES = 8
 _LANES = 16 if "AVX512" in torch.backends.cpu.get_cpu_capability() else _AVX2_LANES
-_VOLUME_AXES, _OPERANDS = 5, 3
+_SERIES_AXES, _VOLUME_AXES, _OPERANDS = 3, 5, 3
 _FEW_SAMPLES, _SMALL_KERNEL, _HEAVY = 16, 3, 4
 
 

@@ -268,6 +268,8 @@ def test_volumes_few_channels_and_one_sample_take_what_is_said(
 
 def as_it_lies(tensor, how):
     """A copy of what lies channels last, or the first half of the channels of twice as many; else itself."""
+    if how == "last" and tensor.dim() == 3:
+        return tensor.transpose(1, 2).contiguous().transpose(1, 2)
     if how == "last":
         layout = torch.channels_last if tensor.dim() == 4 else torch.channels_last_3d
         return tensor.contiguous(memory_format=layout)
@@ -275,6 +277,9 @@ def as_it_lies(tensor, how):
 
 
 EMULATED = {
+    "series": ((8, 20, 40), (24, 20, 3), {}),
+    "series of one position": ((8, 20, 40), (24, 20, 1), {}),
+    "series of groups": ((8, 20, 40), (24, 10, 1), {"groups": 2}),
     "plain": ((4, 20, 12, 12), (24, 20, 3, 3), {}),
     "patches": ((4, 20, 12, 12), (24, 20, 2, 2), {"stride": 2}),
     "one position": ((4, 20, 12, 12), (24, 20, 1, 1), {}),
@@ -303,7 +308,8 @@ def test_a_convolution_without_instructions_copies_what_lies_otherwise(name, dty
     axes, transposed, groups = len(shape) - 2, options["transposed"], options["groups"]
     how = ([options["stride"]] * axes, [0] * axes, [options["dilation"]] * axes, transposed, [0] * axes, groups)
     channels = weight_shape[1] * groups if transposed else weight_shape[0]
-    for values_lie, weight_lies in itertools.product(("in order", "last", "part"), ("in order", "last")):
+    weights_lie = ("in order",) if axes == 1 else ("in order", "last")
+    for values_lie, weight_lies in itertools.product(("in order", "last", "part"), weights_lie):
         values = as_it_lies(torch.zeros(shape, dtype=dtype), values_lie)
         weight = as_it_lies(torch.zeros(weight_shape, dtype=dtype), weight_lies)
         for bias in (None, torch.zeros(channels, dtype=dtype)):
