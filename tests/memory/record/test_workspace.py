@@ -266,6 +266,11 @@ def test_volumes_few_channels_and_one_sample_take_what_is_said(
     assert out.nbytes + workspace_bytes("convolution", args, out, None) == pytest.approx(peak, abs=A_FEW_BYTES)
 
 
+with_avx2_alone = pytest.mark.skipif(
+    torch.backends.cpu.get_cpu_capability() != "AVX2", reason="measured with oneDNN's kernels for AVX2 alone"
+)
+
+
 def as_it_lies(tensor, how):
     """A copy of what lies channels last, or the first half of the channels of twice as many; else itself."""
     if how == "last" and tensor.dim() == 3:
@@ -326,6 +331,7 @@ def test_a_convolution_without_instructions_copies_what_lies_otherwise(name, dty
                 assert bytes_of(results) + said == pytest.approx(most, abs=A_FEW_BYTES)
 
 
+@with_avx2_alone
 @pytest.mark.parametrize(
     ("shape", "weight"),
     [((4, 512, 14, 14), (512, 512, 3, 3)), ((4, 256, 56, 56), (256, 256, 3, 3)), ((4, 512, 7, 7), (1024, 512, 7, 7))],
@@ -343,16 +349,19 @@ def test_heavy_weights_are_counted_where_values_lie_channels_last(shape, weight)
     assert bytes_of(results) + said >= 0.95 * most
 
 
+@with_avx2_alone
 @pytest.mark.parametrize("channels", [(728, 728), (1000, 1016), (736, 728), (512, 512)])
 @pytest.mark.parametrize("wanted", [[True, True, False], [False, True, False]])
 def test_a_kernel_of_one_position_is_never_said_to_hold_less(channels, wanted):
-    """Truth: the allocator's events; as in Xception. With AVX2 an odd number of vectors is made beside its gradient."""
+    """Truth: the allocator's events; as in Xception. Of an odd number of vectors several threads make the gradient
+    beside itself."""
+    torch.set_num_threads(2)
     values, kernel = torch.zeros(4, channels[1], 14, 14), torch.zeros(*channels, 1, 1)
     gradient = torch.zeros(4, channels[0], 14, 14)
     args = (gradient, values, kernel, None, [1, 1], [0, 0], [1, 1], False, [0, 0], 1, wanted)
     most, results = held(lambda: aten.convolution_backward(*args))
     said = workspace_bytes("convolution_backward", args, results, None)
-    assert 0.95 * most <= bytes_of(results) + said <= 1.5 * most
+    assert 0.95 * most <= bytes_of(results) + said <= 1.1 * most
 
 
 LARGE = [
