@@ -6,9 +6,9 @@ between nothing and one more layout of a convolution's operands. It is no part o
 finds no room, torch takes another algorithm. What cuBLAS keeps for good depends on the card, so the estimate adds it
 (`kit.memory.replay.replay`).
 
-Known error: CPU convolutions as `_scratch_of_convolution` says, and to the byte in half precision where the processor
-has none, volumes of one position apart; products in half precision as `_scratch_of_product` says; everything else as
-its source says.
+Known error: CPU convolutions as `_scratch_of_convolution` says, and to 256 bytes in half precision where the processor
+has none (a twentieth where each channel has a group); products in half precision as `_scratch_of_product` says;
+everything else as its source says.
 
 `eight_bit_on_fakes`: 8-bit optimizers (bitsandbytes, and torchao's states for shards) look their quantization maps up
 in tables of 256 numbers, sorted in Python while the first step makes its state. Sorting needs numbers, which a fake
