@@ -12,6 +12,7 @@ import urllib.request
 from types import SimpleNamespace
 
 import nbformat
+from playwright.sync_api import TimeoutError as PageTimeoutError
 from properties import nightly
 from waiting import PATIENCE_SECONDS, wait_until
 
@@ -143,6 +144,8 @@ def wait_for(url, server, log):
             time.sleep(0.1)
 
 
+_RELOADS = 2
+"""Of a page whose kernel is not connected within `PATIENCE_SECONDS`, as a person reloads it."""
 SIZES = ((1400, "Light"), (1400, "Dark"), (800, "Dark"), (800, "Light")) if nightly() else ((800, "Light"),)
 
 
@@ -151,8 +154,15 @@ class Notebook:
 
     def __init__(self, page, lab, path, place="doc/tree"):
         self.page, self.file = page, lab.root / path
-        page.goto(f"{lab.url}/{place}/{lab.root.name}/{path}?reset", wait_until="domcontentloaded")
-        page.wait_for_selector(".jp-Notebook .jp-Cell")
+        url = f"{lab.url}/{place}/{lab.root.name}/{path}?reset"
+        for _ in range(_RELOADS):
+            page.goto(url, wait_until="domcontentloaded")
+            page.wait_for_selector(".jp-Notebook .jp-Cell")
+            with contextlib.suppress(PageTimeoutError):
+                page.wait_for_function(_CONNECTED, timeout=PATIENCE_SECONDS * 1000)
+                return
+        # Its kernel is there, or this is the error: on a busy machine Lab may lose sight of one that starts.
+        page.goto(url, wait_until="domcontentloaded")
         page.wait_for_function(_CONNECTED)
 
     def command(self, name, *, wait=True, **arguments):
