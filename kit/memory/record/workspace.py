@@ -406,16 +406,8 @@ def _unrolled_convolution_backward(args: Sequence[Any], out: Any) -> int:
     of_gradient, of_values, of_weight = (_laid_out(one, lies_last) for one in (gradient, values, weight))
     columns = _columns(values, gradient, weight, how, backward=True)
     made_later = int(weight.nbytes) if to_weight else 0
-    bias_sum = 0
-    if to_bias and not is_dilated:
-        axes = [axis for axis in range(gradient.dim()) if axis != 1]
-        with _disable_current_modes():
-            summed = torch.empty(gradient.shape, dtype=gradient.dtype, device="meta")
-            to_bias = torch.empty(gradient.shape[1], dtype=weight.dtype, device="meta")
-        if not (is_volume and is_transposed):
-            summed = gradient
-        bias_sum = ON_THE_CPU["sum.dim_IntList"]((summed, axes), to_bias)
-    if is_volume and not (is_transposed or is_dilated):
+    bias_sum = _bias_sum(gradient, as_it_lies=not (is_volume and is_transposed)) if to_bias and not is_dilated else 0
+    if _takes_groups(values, how):
         first = columns + of_gradient + of_weight - made_later if to_values else 0
         second = (0 if _reads_as_it_lies(weight, how) else columns) + of_gradient + of_values if to_weight else 0
         return max(first, second, bias_sum - made_later)
@@ -430,6 +422,15 @@ def _unrolled_convolution_backward(args: Sequence[Any], out: Any) -> int:
         bias_sum, made_later = bias_sum // groups + channels, made_later // groups
     results = sum(int(tensor.nbytes) for tensor in _tensors(out)) if groups > 1 else 0
     return of_values + of_weight + max(columns + of_gradient, bias_sum - made_later, results)
+
+
+def _bias_sum(gradient: Tensor, *, as_it_lies: bool) -> int:
+    """What the sum over all axes but that of channels takes, of a gradient as it lies or of its copy in order."""
+    with _disable_current_modes():
+        in_order = torch.empty(gradient.shape, dtype=gradient.dtype, device="meta")
+        result = torch.empty(gradient.shape[1], dtype=gradient.dtype, device="meta")
+    axes = [axis for axis in range(gradient.dim()) if axis != 1]
+    return ON_THE_CPU["sum.dim_IntList"]((gradient if as_it_lies else in_order, axes), result)
 
 
 def _as_pictures(args: Sequence[Any], place: int) -> tuple[Any, ...]:
