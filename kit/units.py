@@ -91,6 +91,15 @@ def format_count(count: float) -> str:
     raise AssertionError(count)
 
 
+def format_price(amount: float) -> str:
+    """`0.0000768` -> `"0.0000768"`, `1234.5` -> `"1,230"`: three digits, written out."""
+    if not math.isfinite(amount):
+        return str(amount)
+    digits = max(0, 2 - math.floor(math.log10(abs(amount)))) if amount else 0
+    text = f"{float(f'{amount:.3g}'):,.{digits}f}"
+    return text.rstrip("0").rstrip(".") if "." in text else text
+
+
 def plural(count: float, noun: str) -> str:
     """`1 request`, `3.94 requests`."""
     text = format_count(count)

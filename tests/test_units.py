@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kit.units import format_bytes, format_count, format_seconds, parse_bytes, plural
+from kit.units import format_bytes, format_count, format_price, format_seconds, parse_bytes, plural
 
 
 @pytest.mark.parametrize(
@@ -41,13 +41,20 @@ def test_counts_are_short(count, text):
     assert format_count(count) == text
 
 
+@pytest.mark.parametrize(
+    ("amount", "text"), [(7.68e-5, "0.0000768"), (0, "0"), (0.12, "0.12"), (99.95, "100"), (1234.5, "1,230")]
+)
+def test_prices_are_written_out(amount, text):
+    assert format_price(amount) == text
+
+
 def test_one_of_a_thing_has_no_s():
     assert [plural(count, "result") for count in (0, 1, 1.0, 2, 3.94)] == [
         "0 results", "1 result", "1 result", "2 results", "3.94 results",
     ]  # fmt: skip
 
 
-@pytest.mark.parametrize("formatter", [format_bytes, format_seconds, format_count])
+@pytest.mark.parametrize("formatter", [format_bytes, format_seconds, format_count, format_price])
 def test_what_is_not_finite_is_said_so(formatter):
     assert formatter(float("nan")) == "nan"
     assert formatter(float("inf")) == "inf"

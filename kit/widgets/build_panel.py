@@ -271,7 +271,7 @@ class ScheduleView:
             tooltip="whose cores and memory are shared out", style=_STYLE, layout={"width": "270px"},
         )  # fmt: skip
         self.cores = _number("cores", "how many cores that machine has", 1, 4096)
-        self.ranks = _number("GPUs", "processes that train, one a GPU; 1 without a GPU", 1, 1024)
+        self.ranks = _number("ranks", "processes that train: one a GPU, or one on the CPU", 1, 1024)
         self.memory = ipywidgets.Text(
             description="memory", tooltip="memory of the machine, such as 128 GiB", continuous_update=False,
             style=_STYLE, layout={"width": "150px"},

@@ -34,7 +34,7 @@ from kit.errors import ConfigError, PlanError, Problem
 from kit.machine.endpoints import endpoint_of
 from kit.machine.processes import scheduled_seconds
 from kit.tables import ResultRows, html_list, html_table, text_table
-from kit.units import format_bytes, format_count, format_seconds
+from kit.units import format_bytes, format_count, format_price, format_seconds
 
 if TYPE_CHECKING:
     from kit.cloud.simulated import SimulatedCloud
@@ -329,7 +329,7 @@ class ServedEpoch:
         rates = (format_count(self.reading.predicted_samples_per_second), format_count(self.reading.samples_per_second))
         first = (self.network, *rates, f"{self.reading.ratio:.2f}") if self.epoch == 1 else ("",) * 4
         counted = (str(self.epoch), format_count(self.requests), format_count(self.cache_hits))
-        return (*first, *counted, format_bytes(self.sent_bytes), format_seconds(self.seconds), f"{self.price:.3g}")
+        return (*first, *counted, format_bytes(self.sent_bytes), format_seconds(self.seconds), format_price(self.price))
 
 
 class ServedEpochs(ResultRows[ServedEpoch]):
