@@ -5,8 +5,9 @@
 Random patches of 64 × 64 × 4 float32 from a simulated cloud. Each store is probed first (`kit.data.probe`), and the
 plan is given what the probe found and nothing else; then the same config is read twice (`kit.data.measure_reading`),
 and the faster pass counts, since what else runs on the machine only ever slows one; what was imported is frozen
-(`gc.freeze`) as in the processes of kit's trials. ratio = measured / predicted. Two figures judge the plan: the median
-of |ratio - 1|, and how close the layout that it ranks first comes to the fastest one.
+(`gc.freeze`) as in the processes of kit's trials. ratio = measured / predicted of the store that is there; `ratio to
+planned` = measured / what a plan says before there is one, given the compression. The medians of |ratio - 1| judge the
+predictions, and how close the layout that is ranked first comes to the fastest one.
 
 `--requests` reads five other stores for short epochs and one longer, in every order, and sets the requests and bytes of
 a sample that are predicted beside those counted: four layouts that no other benchmark reads, and a store that kit built
@@ -26,6 +27,7 @@ from publish import publish
 from streaming_store import BATCH_SIZE, Layout, config_of, write
 
 import kit
+from kit.chunks.cost import LayoutCost
 from kit.cloud.simulated import SimulatedCloud
 from kit.config import Config
 from kit.data.build.layout import predict_reading
@@ -44,6 +46,8 @@ LAYOUTS = (
     Layout(chunk=128, compressed=False, together=False),
 )
 PASSES, SECONDS = 2, 2.0
+ZSTD = 2.0
+"""Decoded over stored bytes, about."""
 UNSEEN = (
     Layout(chunk=96, shard=768),
     Layout(chunk=512),
@@ -58,16 +62,30 @@ def row(cloud: SimulatedCloud, layout: Layout) -> dict[str, Any]:
     url = cloud.url(layout.path)
     config = kit.data.probe(url).apply(config_of(layout, url))
     read = max(measure_reading(*[config] * PASSES, seconds=SECONDS), key=lambda one: one.samples_per_second)
+    planned = planned_as(config, layout)
     return {
         "layout": layout.name,
         "latency ms": 1000 * config.chunking.latency_seconds,
+        "planned requests/sample": planned.requests_made_per_batch / BATCH_SIZE,
         "requests/sample": read.predicted_requests_per_sample,
         "measured": read.requests_per_sample,
+        "planned samples/s": planned.samples_per_second,
         "samples/s": read.predicted_samples_per_second,
         "measured samples/s": read.samples_per_second,
         "ratio": read.ratio,
+        "ratio to planned": read.samples_per_second / planned.samples_per_second,
         "bound by": read.bound,
     }
+
+
+def planned_as(config: Config, layout: Layout) -> LayoutCost:
+    """What a plan says of the layout before there is a store of it."""
+    array = open_dataset(config).select(config.data.variables)[0]
+    cuts = {"chunking.chunk": dict(zip(array.dims, array.chunk, strict=True)), "chunking.shard": "none"}
+    if array.shard:
+        cuts["chunking.shard"] = dict(zip(array.dims, array.shard, strict=True))
+    plan = kit.plan_chunks(config.replace({**cuts, "chunking.compression_ratio": ZSTD if layout.compressed else 1.0}))
+    return plan.chosen
 
 
 def judgement(rows: list[dict[str, Any]]) -> dict[str, float]:
@@ -75,6 +93,7 @@ def judgement(rows: list[dict[str, Any]]) -> dict[str, float]:
     fastest = max(one["measured samples/s"] for one in rows)
     return {
         "median |ratio - 1|": statistics.median(abs(one["ratio"] - 1) for one in rows),
+        "median |ratio to planned - 1|": statistics.median(abs(one["ratio to planned"] - 1) for one in rows),
         "worst ratio": max((one["ratio"] for one in rows), key=lambda ratio: abs(ratio - 1)),
         "first-ranked layout / fastest": first["measured samples/s"] / fastest,
     }

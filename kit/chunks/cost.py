@@ -15,16 +15,17 @@ The first line is Little's law. What is counted:
 
 - chunks: the expected number of different ones that a batch fetches (`kit.chunks.sharing`, `kit.chunks.access`), times
   the arrays, less those already on their way for the batches ahead, of which the oldest counts as read;
-- requests: one a chunk, and the indexes of shards; shards can only be faster, as neighbours share requests there;
+- requests: one a chunk, and the indexes of shards; fewer where reading was played through (`asked`), as neighbours in
+  a shard share them;
 - stored bytes: whole chunks over the compression ratio; decoded bytes: whole chunks;
 - CPU seconds of a request: for each chunk, whether it shares its request or not, in one thread; decoding has its own.
 
 Known error: resources are taken to overlap perfectly, which is optimistic near a tie, the host's cores to be free, and
 every request to take its mean. Retries are not counted. `benchmarks/layouts.py` sets predictions beside measurements.
 
-A store that exists is priced by what its batches ask of it, played through with their offsets
-(`kit.data.stream.expected`). Where batches have few requests, a pipeline is played out request by request, because
-batches are handed over in order and one slow request delays its batch and the start of a later one:
+A store that exists, and the best few layouts of a plan, are priced by what batches ask of them, played through with
+their offsets (`kit.data.stream.expected`). Where these batches have few requests, a pipeline is played out request by
+request, because batches are handed over in order and one slow request delays its batch and the start of a later one:
 
     a request begins when a slot is free, its batch was allowed to begin, and the store's rate admits it
     it ends after a latency of its own and its transfer, not before the line and the decoder have kept up
@@ -45,17 +46,16 @@ import math
 import random
 from collections.abc import Iterator, Sequence
 from dataclasses import astuple, dataclass
+from functools import cache
 from typing import Literal
 
 from kit.chunks.access import Access, Window, fit_window
 from kit.chunks.geometry import Axis
-from kit.chunks.resources import HOLES_SHARE, READY_TOO, TRANSIENT_SHARE, Host, Network, Prices
+from kit.chunks.resources import HOLES_SHARE, KEPT_AT_ONCE, READY_TOO, TRANSIENT_SHARE, Host, Network, Prices
 from kit.chunks.sharing import Fetches, ReadingOrder, fetches, reading_of
 
 _AS_GOOD_AS_READ = 1
 """Of the batches ahead: the oldest waits for its last answers; those after it are joined."""
-_KEPT_AT_ONCE = 0.5
-"""Of the chunks of the batches ahead: decoded, and kept for batches that are not whole."""
 _IN_USE = 1 - 1 / HOLES_SHARE
 """Of the memory allowed."""
 _WAITED_FOR = 1.25
@@ -66,7 +66,7 @@ Bound = Literal["latency", "bandwidth", "total bandwidth", "request rate", "CPU"
 
 @dataclass(slots=True)
 class ArrayRequests:
-    """What is asked of an array that exists, in some batches, or on average for one or for a sample."""
+    """What is asked of an array, in some batches, or on average for one or for a sample."""
 
     chunks: float = 0
     """Fetched, whoever shares their request, from the store or a read cache; without indexes of shards."""
@@ -109,10 +109,10 @@ class LayoutCost:
     most_requests_per_batch: float
     """An upper bound on the true expectation."""
     requests_made_per_batch: float
-    """Of those, and of indexes: without what is on its way for a batch before, or kept for one that is not whole; of a
-    store, as many as were played through, where neighbours in a shard share one."""
+    """Of those, and of indexes: without what is on its way for a batch before, or kept for one that is not whole; as
+    many as were played through, where neighbours in a shard share one."""
     bytes_made_per_batch: float
-    """Stored bytes that those requests ask for; of a store, those of indexes and between neighbours included."""
+    """Stored bytes that those requests ask for; played through, those of indexes and between neighbours included."""
     index_requests_per_batch: float
     """Indexes of shards, each fetched once a run, on average over its batches."""
     bytes_per_batch: float
@@ -175,8 +175,8 @@ def price(
     """The cost of reading batches with chunks of this size.
 
     Args:
-        asked: What a batch asks of a store that exists, all variables together; then the pipeline is played out too. A
-            plan ranks sizes without, since it prices hundreds.
+        asked: What a batch asks, played through, all variables together; then the pipeline is played out too. A plan
+            finds its finalists without, since it prices hundreds.
 
     Raises:
         PlanError: for sides below 1 or a patch larger than its array.
@@ -258,7 +258,7 @@ def _joined(access: Access, network: Network, host: Host, axes: tuple[Axis, ...]
     ahead = min(network.batches_ahead, access.batches)
     coming, reading = max(0, ahead - _AS_GOOD_AS_READ), _reading(access, axes)
     least = reading.joining(access.batch_size, coming, kept_for=ahead)
-    kept_bytes = least * access.arrays * chunk_bytes * ahead * _KEPT_AT_ONCE
+    kept_bytes = least * access.arrays * chunk_bytes * ahead * KEPT_AT_ONCE
     coming_bytes = READY_TOO * network.requests_in_flight * chunk_bytes / access.compression_ratio
     fixed = _fixed_bytes(access, network, host, chunk_bytes, host.cache_bytes)
     spare_bytes = (host.memory_bytes * _IN_USE - fixed - coming_bytes) / TRANSIENT_SHARE
@@ -360,6 +360,13 @@ class Pipeline:
     """Of what a request brings, by all decoding threads together."""
 
 
+@cache
+def _normals() -> tuple[float, ...]:
+    """As many as are played, always the same."""
+    draw = random.Random(_SEED)
+    return tuple(draw.normalvariate(0, 1) for _ in range(_MOST_REQUESTS))
+
+
 def seconds_per_batch(pipeline: Pipeline) -> float | None:
     """Between two batches handed over, once the pipeline is full; None where a batch has too many requests to play."""
     size, ahead = max(1, round(pipeline.requests_per_batch)), pipeline.batches_ahead
@@ -370,8 +377,9 @@ def seconds_per_batch(pipeline: Pipeline) -> float | None:
     mean, deviation = pipeline.latency_seconds, pipeline.latency_deviation_seconds
     latencies: Iterator[float] = itertools.repeat(mean)
     if mean > 0 and deviation > 0:
-        variance, draw = math.log1p((deviation / mean) ** 2), random.Random(_SEED)
-        latencies = iter(lambda: draw.lognormvariate(math.log(mean) - variance / 2, math.sqrt(variance)), None)
+        variance = math.log1p((deviation / mean) ** 2)
+        middle, spread = math.log(mean) - variance / 2, math.sqrt(variance)
+        latencies = (math.exp(middle + spread * drawn) for drawn in _normals())
     slots = [0.0] * pipeline.in_flight
     handed: list[float] = []
     admitted = line = decoded = 0.0

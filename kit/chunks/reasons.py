@@ -33,12 +33,13 @@ from kit.chunks.search import (
     Chooser,
     ChunkPlan,
     Divisibility,
+    Play,
     Rules,
     WeightedPattern,
     named,
     reader_of,
 )
-from kit.units import format_bytes, format_count, format_seconds, plural
+from kit.units import format_bytes, format_count, format_price, format_seconds, plural
 
 _NOTABLE = 1.10
 """Ratios nearer to one are not worth a sentence: the prediction is not that good."""
@@ -54,20 +55,25 @@ class Case:
 
     dims: tuple[str, ...]
     access: Access
-    network: Network
-    host: Host
-    prices: Prices
+    chooser: Chooser
     choice: Choice
-    target_shard_bytes: int
     automatic: bool
+
+    @property
+    def network(self) -> Network:
+        return self.chooser.network
+
+    @property
+    def host(self) -> Host:
+        return self.chooser.host
 
     @property
     def chosen(self) -> LayoutCost:
         return self.choice.chosen
 
     def price(self, access: Access, chunk: tuple[int, ...]) -> LayoutCost:
-        """Another access or layout, unsharded, with the same network and host."""
-        return price(access, self.network, chunk, self.host, prices=self.prices)
+        """Another access or layout with the same network and host, in shards of its own."""
+        return replace(self.chooser, rules=replace(self.chooser.rules, shard=None)).played(access, chunk)
 
 
 def explain(case: Case) -> tuple[str, ...]:
@@ -108,7 +114,8 @@ def _choice(case: Case) -> Iterator[str]:
     if case.automatic:
         if best is not first:
             single = len(case.choice.readers) == 1
-            scores = [cost.seconds_per_batch if single else cost.slowdown for cost in case.choice.candidates]
+            finalists = case.choice.candidates[: case.choice.finalists]
+            scores = [cost.seconds_per_batch if single else cost.slowdown for cost in finalists]
             yield (
                 f"the lightest of {sum(score <= scores[0] * CLOSE for score in scores)} layouts predicted within 10 % "
                 f"of the {'fastest' if single else 'best'}, {named(case.dims, first.chunk)} with "
@@ -136,7 +143,7 @@ def _rules(case: Case) -> Iterator[str]:
 
 def _time(case: Case) -> Iterator[str]:
     chosen, network, host = case.chosen, case.network, case.host
-    transfer = chosen.chunk_bytes / case.access.compression_ratio / network.bandwidth_bytes_per_second
+    transfer = chosen.bytes_made_per_batch / chosen.requests_made_per_batch / network.bandwidth_bytes_per_second
     whole = network.latency_seconds + transfer
     cpu = f"decoding {format_bytes(host.decode_bytes_per_second)}/s in each of {plural(host.decode_threads, 'thread')}"
     requests = chosen.requests_per_batch + chosen.index_requests_per_batch
@@ -158,7 +165,7 @@ def _time(case: Case) -> Iterator[str]:
     shared = ""
     if chosen.requests_made_per_batch < 0.95 * chosen.requests_per_batch:
         made = plural(chosen.requests_made_per_batch, "request")
-        shared = f" in {made}, since batches in flight share them"
+        shared = f" in {made}, since {'neighbours in a shard and ' * bool(chosen.shard)}batches in flight share them"
     yield (
         f"a batch of {case.access.batch_size}: {plural(chosen.requests_per_batch, 'chunk')} of "
         f"{format_bytes(chosen.chunk_bytes)}{shared}, predicted {format_seconds(chosen.seconds_per_batch)} with "
@@ -270,7 +277,7 @@ def _idle(case: Case) -> Iterator[str]:
     """When a batch is too small to keep every connection busy."""
     if case.chosen.bound == "memory" or case.access.order == "block":
         return
-    open_at_once = case.network.in_flight(case.chosen.requests_per_batch)
+    open_at_once = case.network.in_flight(case.chosen.requests_made_per_batch)
     if case.access.free_dimensions and open_at_once < case.network.requests_in_flight / _NOTABLE:
         yield (
             f"a batch has too few requests for {case.network.requests_in_flight} in flight: about "
@@ -335,7 +342,7 @@ def _shards(case: Case) -> Iterator[str]:
     indexes = f"; {share:.0%} of the requests fetch their indexes" if share > 0.05 else ""
     yield (
         f"shards of {named(case.dims, chosen.shard)} hold {plural(inside, 'chunk')}, "
-        f"{format_bytes(size)} (target {format_bytes(case.target_shard_bytes)}): "
+        f"{format_bytes(size)} (target {format_bytes(case.chooser.target_shard_bytes)}): "
         f"{plural(chosen.object_count, 'object')} instead of {format_count(chunks)}{indexes}"
     )
 
@@ -344,7 +351,7 @@ def _epoch(case: Case) -> Iterator[str]:
     chosen, access = case.chosen, case.access
     ranks = f" on {access.ranks} ranks" if access.ranks > 1 else ""
     seconds = chosen.seconds_per_batch * access.rank_samples / access.batch_size
-    price = "" if chosen.price_per_epoch is None else f", for {chosen.price_per_epoch:.3g}"
+    price = "" if chosen.price_per_epoch is None else f", for {format_price(chosen.price_per_epoch)}"
     yield (
         f"an epoch of {plural(access.epoch_samples, 'sample')}{ranks}: "
         f"{plural(chosen.requests_per_epoch, 'request')} and {format_bytes(chosen.stored_bytes_per_epoch)} in "
@@ -393,6 +400,7 @@ def plan_layout(
     multiple_of: Mapping[str, int] | None = None,
     largest_object_bytes: int = LARGEST_OBJECT_BYTES,
     readers: Mapping[str, Mapping[str, Any]] | None = None,
+    play: Play | None = None,
 ) -> ChunkPlan:
     """Chunks and shards for arrays of `shape` from which batches of patches are read, priced and explained.
 
@@ -413,6 +421,7 @@ def plan_layout(
         multiple_of: along each dimension, a number that the chunk's side is a multiple of.
         largest_object_bytes: no chunk or shard is larger, uncompressed.
         readers: other patterns that the layout must serve too, with weights, as `{name: {patch: {...}, weight: 1}}`.
+        play: what says how many requests are made of a layout; without it, each chunk is taken to be one.
 
     Raises:
         PlanError: for a patch larger than the array, unknown dimensions, sizes below 1, a shard that is not a multiple
@@ -435,15 +444,11 @@ def plan_layout(
     others = (reader_of(name, entry, access, names) for name, entry in (readers or {}).items())
     chooser = Chooser(
         network=network, host=host or Host(), prices=prices or Prices(), rules=rules, sharded=shard != "none",
-        target_shard_bytes=min(target_shard_bytes, largest_object_bytes), readers=(own, *others),
+        target_shard_bytes=min(target_shard_bytes, largest_object_bytes), readers=(own, *others), play=play,
     )  # fmt: skip
     choice = chooser.choose(None if isinstance(chunk, str) else ordered("chunk", chunk, names, sizes))
-    case = Case(
-        dims=names, access=access, network=network, host=chooser.host, prices=chooser.prices, choice=choice,
-        target_shard_bytes=chooser.target_shard_bytes, automatic=isinstance(chunk, str),
-    )  # fmt: skip
+    case = Case(dims=names, access=access, chooser=chooser, choice=choice, automatic=isinstance(chunk, str))
     chosen = choice.chosen
-    listed = any(cost.chunk == chosen.chunk for cost in choice.candidates)
     return ChunkPlan(
         dims=names, shape=extents, itemsize=itemsize, variables=variables, together=access.together, patch=sizes,
         chunk=chosen.chunk, shard=chosen.shard, order=order, batch_size=batch_size, ranks=access.ranks,
@@ -451,5 +456,5 @@ def plan_layout(
         requests_per_batch=chosen.requests_per_batch, seconds_per_batch=chosen.seconds_per_batch,
         samples_per_second=chosen.samples_per_second, amplification=chosen.amplification, bound=chosen.bound,
         object_count=chosen.object_count, readers=choice.readers, reasons=explain(case),
-        candidates=choice.candidates if listed else (*choice.candidates, chosen),
+        candidates=choice.candidates, finalists=choice.finalists,
     )  # fmt: skip

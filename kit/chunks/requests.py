@@ -15,11 +15,15 @@ them in C order.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import lru_cache
-from itertools import product
-from typing import Generic, TypeVar
+from typing import TYPE_CHECKING, Generic, TypeVar
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
 
 Item = TypeVar("Item")
 
@@ -83,20 +87,27 @@ Place = tuple[int, ...]
 
 
 @lru_cache(maxsize=64)
-def morton_numbers(per_shard: Place, limits: Place) -> dict[Place, int]:
-    """Where each inner chunk lies in a shard, counted in chunks; those from `limits` on are not stored."""
-    places = sorted(product(*map(range, limits)), key=lambda place: _code(place, per_shard))
-    return {place: rank for rank, place in enumerate(places)}
+def morton_numbers(per_shard: Place, limits: Place) -> NDArray[np.int64]:
+    """Where each inner chunk lies in a shard, counted in chunks; those from `limits` on are not stored.
+
+    Morton's number of a place is made of the bits of its coordinates in turn, as many as each dimension has.
+    """
+    import numpy as np
+
+    bits = [(count - 1).bit_length() for count in per_shard]
+    turns = [(bit, axis) for bit in range(max(bits)) for axis in range(len(bits)) if bit < bits[axis]]
+    codes = np.zeros(limits, np.int64)
+    for position, (bit, axis) in enumerate(turns):
+        along = np.arange(limits[axis]).reshape([-1 if one == axis else 1 for one in range(len(limits))])
+        codes += (along >> bit & 1) << position
+    numbers = np.empty(codes.size, np.int64)
+    numbers[np.argsort(codes, axis=None)] = np.arange(codes.size)
+    return numbers.reshape(limits)
 
 
 @lru_cache(maxsize=64)
-def c_numbers(limits: Place) -> dict[Place, int]:
+def c_numbers(limits: Place) -> NDArray[np.int64]:
     """The same where chunks lie in C order, the last dimension fastest."""
-    return {place: rank for rank, place in enumerate(product(*map(range, limits)))}
+    import numpy as np
 
-
-def _code(place: Place, per_shard: Place) -> int:
-    """Morton's number of a place: the bits of its coordinates in turn, as many as each dimension has."""
-    bits = [(count - 1).bit_length() for count in per_shard]
-    turns = ((bit, axis) for bit in range(max(bits)) for axis in range(len(bits)) if bit < bits[axis])
-    return sum((place[axis] >> bit & 1) << position for position, (bit, axis) in enumerate(turns))
+    return np.arange(math.prod(limits)).reshape(limits)

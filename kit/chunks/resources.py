@@ -37,6 +37,8 @@ READY_TOO = 2
 TRANSIENT_SHARE = 2
 """This part of the memory that is left then may hold transient chunks, kept until their batches are whole: a chunk may
 lie in one piece of memory with others that came or were decoded together, and keeps it until all of them have gone."""
+KEPT_AT_ONCE = 0.5
+"""Of the chunks of the batches ahead: decoded, and kept for batches that are not whole."""
 OPENING_BYTES = 12 << 20
 """What a process grows by when it opens a store, beside a loader's memory, once and whatever it reads: code that runs
 for the first time, threads and connections. Measured up to this with 256 requests in flight."""

@@ -2,9 +2,11 @@
 
 The sides of candidates start at the patch's size times powers of two, moved to the nearest side that the rules allow.
 All combinations are priced (`kit.chunks.cost`); then the best one is improved along one dimension at a time, to the
-next larger and smaller side, until nothing gains. One reader wants few seconds per batch. Several readers want a small
-mean slowdown, each measured against its own best layout under the same rules and weighted by the share of all reading
-time it would take with that layout; the plan's own reader weighs 1. All readers have the same network and host.
+next larger and smaller side, until nothing gains. Who can play reading through (`Play`) then has the best of each size
+played, whose neighbours in a shard share requests: the choice is made among these finalists. One reader wants few
+seconds per batch. Several readers want a small mean slowdown, each measured against its own best layout under the same
+rules and weighted by the share of all reading time it would take with that layout; the plan's own reader weighs 1. All
+readers have the same network and host.
 
 Invariants: every candidate keeps the rules, and where no size does, a PlanError names the rule; a layout that does not
 fit the memory is chosen only where none fits. The answer is a frozen `ChunkPlan` with the candidates it beat and its
@@ -18,20 +20,22 @@ import math
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, Literal, get_args
 
 from kit.chunks.access import Access, Order
-from kit.chunks.cost import Bound, LayoutCost, price
+from kit.chunks.cost import ArrayRequests, Bound, LayoutCost, price
 from kit.chunks.geometry import check_patch, ordered
 from kit.chunks.resources import OPENING_BYTES, Host, Network, Prices
 from kit.errors import PlanError, did_you_mean
 from kit.registry import Drawable
 from kit.tables import html_list, html_table, text_table
-from kit.units import format_bytes, format_count
+from kit.units import format_bytes, format_count, format_price
 
 Sizes = tuple[int, ...]
 Divisibility = Literal["any", "divides", "power-of-two"]
+Play = Callable[[Access, Sizes, Sizes | None], ArrayRequests | None]
+"""What a batch asks of a chunk and a shard, all variables together; None where it cannot be played through."""
 
 LARGEST_OBJECT_BYTES = 5 << 40
 """What GCS and S3 allow an object to hold (2025)."""
@@ -43,6 +47,8 @@ _AS_FAST = 1.01
 """What is slower than the fastest by less is as fast."""
 _SHARED_CANDIDATES = 100
 """Layouts priced for several readers before the best is improved."""
+_SHOWN_ROWS = 9
+"""Sizes that are compared at last, an octave apart, and shown."""
 _MOST_STEPS = 24
 """Of the improvement: each doubles or halves one side, so it ends long before."""
 
@@ -228,7 +234,9 @@ class Choice:
     best: LayoutCost
     """What automatic planning chooses."""
     candidates: tuple[LayoutCost, ...]
-    """The best first."""
+    """The finalists, the best first and a chunk given by hand among them, then the others."""
+    finalists: int
+    """So many of the candidates were compared at last: those played through, or all."""
     readers: tuple[ReaderCost, ...]
     """Every reader under the chosen layout, the plan's own first."""
     unruled: LayoutCost
@@ -248,6 +256,7 @@ class Chooser:
     target_shard_bytes: int
     readers: tuple[WeightedPattern, ...]
     """The plan's own pattern first."""
+    play: Play | None = None
 
     def choose(self, by_hand: Sizes | None) -> Choice:
         """The automatic choice, or the chunk given by hand, priced beside it.
@@ -259,15 +268,24 @@ class Chooser:
             self.shard(by_hand)
             replace(self.rules, shard=None).check(by_hand)
         alone = [self._alone(reader.access) for reader in self.readers]
-        bests = [_plainest([*costs.values()]) for costs in alone]
-        costs = alone[0] if len(self.readers) == 1 else self._shared(bests)
-        candidates = tuple(sorted(costs.values(), key=lambda cost: (not cost.fits, *self._order(cost))))
-        best = self._lightest(candidates)
-        chosen = best if by_hand is None else self._judged(by_hand, bests)
+        finals = [
+            self._finals(own, _seconds, partial(self.played, reader.access))
+            for reader, own in zip(self.readers, alone, strict=True)
+        ]
+        costs, finalists, bests = alone[0], finals[0], [_plainest(own) for own in finals]
+        if len(self.readers) > 1:
+            costs = self._shared([_plainest(own) for own in alone])
+            finalists = self._finals(costs, _slowdown, partial(self._judged, bests=bests, priced=self.played))
+        best = chosen = self._lightest(finalists)
+        if by_hand is not None:
+            chosen = self._judged(by_hand, bests, self.played)
+            finalists = sorted([chosen, *(cost for cost in finalists if cost.chunk != by_hand)], key=self._order)
+        compared = {cost.chunk for cost in finalists}
+        others = sorted((cost for cost in costs if cost.chunk not in compared), key=self._order)
         readers = tuple(
             ReaderCost(
                 name=reader.name, patch=reader.access.patch, weight=reader.weight,
-                cost=self.price(reader.access, chosen.chunk), best=own,
+                cost=self.played(reader.access, chosen.chunk), best=own,
             )
             for reader, own in zip(self.readers, bests, strict=True)
         )  # fmt: skip
@@ -276,9 +294,12 @@ class Chooser:
             largest_object_bytes=LARGEST_OBJECT_BYTES,
         )  # fmt: skip
         unruled = best if free == self.rules else replace(self, rules=free).choose(None).best
-        return Choice(chosen=chosen, best=best, candidates=candidates, readers=readers, unruled=unruled)
+        return Choice(
+            chosen=chosen, best=best, candidates=(*finalists, *others), finalists=len(finalists), readers=readers,
+            unruled=unruled,
+        )  # fmt: skip
 
-    def _alone(self, access: Access) -> dict[Sizes, LayoutCost]:
+    def _alone(self, access: Access) -> list[LayoutCost]:
         """Every candidate for one reader: sides around its patch, and the patch's shape scaled as a whole."""
         alike = [
             tuple(
@@ -292,11 +313,23 @@ class Chooser:
             lambda cost: cost.seconds_per_batch, alike,
         )  # fmt: skip
 
-    def _shared(self, bests: Sequence[LayoutCost]) -> dict[Sizes, LayoutCost]:
+    def _finals(
+        self, costs: Iterable[LayoutCost], order: Ranked, make: Callable[[Sizes], LayoutCost]
+    ) -> list[LayoutCost]:
+        """The best of each size around the best, played through; all as they are where nothing can be. Best first."""
+        found = sorted(costs, key=order)
+        if self.play is None:
+            return found
+        by_size = best_of_sizes(found)
+        first = next(iter(by_size))
+        near = (cost for size, cost in by_size.items() if abs(size - first) <= _SHOWN_ROWS // 2)
+        return sorted((make(cost.chunk) for cost in near), key=order)
+
+    def _shared(self, bests: Sequence[LayoutCost]) -> list[LayoutCost]:
         """Candidates between the readers' own best ones, judged by all."""
         patches = [tuple(map(self.rules.nearest, itertools.count(), reader.access.patch)) for reader in self.readers]
         sides = between(self.rules, [*(best.chunk for best in bests), *patches], _SHARED_CANDIDATES)
-        return self._searched(sides, lambda chunk: self._judged(chunk, bests), lambda cost: cost.slowdown)
+        return self._searched(sides, partial(self._judged, bests=bests, priced=self.price), lambda cost: cost.slowdown)
 
     def _searched(
         self,
@@ -304,7 +337,7 @@ class Chooser:
         make: Callable[[Sizes], LayoutCost],
         score: Callable[[LayoutCost], float],
         also: Sequence[Sizes] = (),
-    ) -> dict[Sizes, LayoutCost]:
+    ) -> list[LayoutCost]:
         costs: dict[Sizes, LayoutCost] = {}
 
         def priced(chunk: Sizes) -> float:
@@ -312,32 +345,38 @@ class Chooser:
             return score(cost) if cost.fits else math.inf
 
         search(self.rules, sides, priced, also=also)
-        return costs
+        return [*costs.values()]
 
-    def _judged(self, chunk: Sizes, bests: Sequence[LayoutCost]) -> LayoutCost:
+    def _judged(
+        self, chunk: Sizes, bests: Sequence[LayoutCost], priced: Callable[[Access, Sizes], LayoutCost]
+    ) -> LayoutCost:
         """A layout priced for the plan's own reader, with the mean slowdown of all."""
-        costs = [self.price(reader.access, chunk) for reader in self.readers]
+        costs = [priced(reader.access, chunk) for reader in self.readers]
         ratios = (
             reader.weight * cost.seconds_per_batch / best.seconds_per_batch
             for reader, cost, best in zip(self.readers, costs, bests, strict=True)
         )
         return replace(costs[0], slowdown=math.fsum(ratios) / math.fsum(reader.weight for reader in self.readers))
 
-    def _order(self, cost: LayoutCost) -> tuple[float, float]:
-        """What is made small, then what decides between equals."""
-        score = cost.seconds_per_batch if len(self.readers) == 1 else cost.slowdown
-        return score, cost.requests_per_batch
+    @property
+    def _order(self) -> Ranked:
+        return _seconds if len(self.readers) == 1 else _slowdown
 
-    def _lightest(self, candidates: Sequence[LayoutCost]) -> LayoutCost:
-        """Of candidates about as good as the best, the one that reads the fewest bytes, then has fewest requests."""
-        first = candidates[0]
-        limit = self._order(first)[0] * CLOSE
-        close = (cost for cost in candidates if cost.fits == first.fits and self._order(cost)[0] <= limit)
+    def _lightest(self, finalists: Sequence[LayoutCost]) -> LayoutCost:
+        """Of those about as good as the best, the one that reads the fewest bytes, then has fewest requests."""
+        unfit, score, _ = self._order(finalists[0])
+        close = (cost for cost in finalists if self._order(cost)[0] == unfit and self._order(cost)[1] <= score * CLOSE)
         return min(close, key=lambda cost: (cost.bytes_per_batch, *reversed(self._order(cost))))
 
     def price(self, access: Access, chunk: Sizes) -> LayoutCost:
-        """One layout for one reader, with the shard its chunk would get."""
+        """One layout for one reader, with the shard its chunk would get, each chunk a request."""
         return price(access, self.network, chunk, self.host, shard=self.shard(chunk), prices=self.prices)
+
+    def played(self, access: Access, chunk: Sizes) -> LayoutCost:
+        """The same, played through where that can be."""
+        shard = self.shard(chunk)
+        asked = self.play(access, chunk, shard) if self.play else None
+        return price(access, self.network, chunk, self.host, shard=shard, prices=self.prices, asked=asked)
 
     def shard(self, chunk: Sizes) -> Sizes | None:
         """The shard a chunk gets; None when it would be the chunk itself.
@@ -356,6 +395,26 @@ class Chooser:
             return None
         shard = fill_shard(rules.shape, chunk, math.prod(chunk) * rules.element_bytes, self.target_shard_bytes)
         return None if shard == chunk else shard
+
+
+Ranked = Callable[[LayoutCost], tuple[bool, float, float]]
+"""Whether it does not fit, what is made small, then what decides between equals."""
+
+
+def _seconds(cost: LayoutCost) -> tuple[bool, float, float]:
+    return not cost.fits, cost.seconds_per_batch, cost.requests_per_batch
+
+
+def _slowdown(cost: LayoutCost) -> tuple[bool, float, float]:
+    return not cost.fits, cost.slowdown, cost.requests_per_batch
+
+
+def best_of_sizes(costs: Iterable[LayoutCost]) -> dict[int, LayoutCost]:
+    """The first of each size, by its octave in bytes."""
+    best: dict[int, LayoutCost] = {}
+    for cost in costs:
+        best.setdefault(round(math.log2(cost.chunk_bytes)), cost)
+    return best
 
 
 def _plainest(costs: Sequence[LayoutCost]) -> LayoutCost:
@@ -459,7 +518,6 @@ def checked_shard(shard: Sequence[int], chunk: Sequence[int], dims: Sequence[str
 
 
 _READER_COLUMNS = ("reader", "weight", "samples/s", "bound by", "at its best", "with chunk", "price of sharing")
-_SHOWN_ROWS = 9
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
@@ -496,7 +554,9 @@ class ChunkPlan(Drawable):
     object_count: int
     """Objects in the store that hold data, all variables."""
     candidates: tuple[LayoutCost, ...]
-    """Every layout considered, the best first; a chunk given by hand that is none of them comes last."""
+    """Every layout considered: the finalists and a chunk given by hand, the best first, then the others."""
+    finalists: int
+    """So many of them were played through, so that what neighbours in a shard share counts; all where nothing was."""
     readers: tuple[ReaderCost, ...]
     """Every pattern the layout serves, this plan's own first."""
     reasons: tuple[str, ...]
@@ -522,9 +582,7 @@ class ChunkPlan(Drawable):
     @property
     def best_by_size(self) -> tuple[LayoutCost, ...]:
         """The best candidate of each size, sizes apart by a factor of two or so, smallest first, with the choice."""
-        best: dict[int, LayoutCost] = {}
-        for cost in self.candidates:
-            best.setdefault(round(math.log2(cost.chunk_bytes)), cost)
+        best = best_of_sizes(self.candidates[: self.finalists])
         best[round(math.log2(self.chunk_bytes))] = self.chosen
         return tuple(best[size] for size in sorted(best))
 
@@ -555,13 +613,11 @@ class ChunkPlan(Drawable):
     def _key(self) -> str:
         ratio = self.chosen.bytes_per_batch / self.chosen.stored_bytes_per_batch
         stored = "as if nothing were compressed" if ratio == 1 else f"compressed {ratio:.3g} times"
-        shared = (
-            ", one request a chunk (fewer once it is built: neighbours in a shard share them)" if self.shard else ""
-        )
+        shared = f"{'neighbours in a shard, ' * bool(self.shard)}a batch, its window or the cache"
         return (
-            "requests/sample and × patch: least · mean · most of a sample alone; as read: shared by a batch, its "
-            f"window or the cache{shared}; read/sample: bytes of that, {stored}; × patch counts whole chunks; memory: "
-            f"of one rank, beside {format_bytes(OPENING_BYTES)} once"
+            f"requests/sample and × patch: least · mean · most of a sample alone; as read: shared by {shared}, fewer "
+            f"still where memory holds most of the array; read/sample: bytes of that, {stored}; × patch counts whole "
+            f"chunks; memory: of one rank, beside {format_bytes(OPENING_BYTES)} once"
         )
 
     def _reader_rows(self) -> list[list[str]]:
@@ -613,8 +669,8 @@ class ChunkPlan(Drawable):
             row["mixing"] = f"{cost.window.mixing(self.batch_size):.0%}" if cost.window else "too little memory"
         if len(self.readers) > 1:
             row["slowdown"] = f"{cost.slowdown:.3g}"
-        if self.chosen.price_per_epoch is not None:
-            row["price/epoch"] = f"{cost.price_per_epoch:.3g}"
+        if cost.price_per_epoch is not None:
+            row["price/epoch"] = format_price(cost.price_per_epoch)
         return row
 
 

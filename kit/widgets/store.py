@@ -482,9 +482,8 @@ def built_words(plan: ChunkPlan, built: Sequence[LayoutCost]) -> str:
     """What a store is predicted to give as it is cut, and why its plan says something else."""
     rate = format_count(plan.batch_size / sum(cost.seconds_per_batch for cost in built))
     return (
-        f"{rate} samples/s{_each(plan)} as it is built, bound by {slowest(built).bound}: a plan compares sizes by mean "
-        "latencies, while of a store each request is played out with a latency of its own, and neighbours in a shard "
-        "are read together"
+        f"{rate} samples/s{_each(plan)} as it is built, bound by {slowest(built).bound}: the sizes of its chunks are "
+        "known, and a read cache counts"
     )
 
 

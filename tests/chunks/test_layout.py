@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from properties import examples
 
+from kit.chunks.cost import ArrayRequests
 from kit.chunks.reasons import plan_layout
 from kit.chunks.resources import Host, Network, Prices
 from kit.chunks.search import Rules, between, sides_around
@@ -27,6 +28,48 @@ def plan(**changes):
     values = {**FIELDS, **changes}
     network = Network(**{field.name: values.pop(field.name) for field in fields(Network) if field.name in values})
     return plan_layout(network=network, **values)
+
+
+def one_request_a_sample(access, chunk, shard):
+    """As if the chunks of a sample lay beside one another in a shard."""
+    chunks = access.batch_size * math.prod(axis.mean for axis in access.axes(chunk)) * access.arrays
+    requests = access.batch_size * access.arrays if shard else chunks
+    return ArrayRequests(chunks, requests, 0, chunks * math.prod(chunk) * access.element_bytes)
+
+
+# -- played through
+
+
+def test_smaller_chunks_are_chosen_where_neighbours_share_requests():
+    alone, shared = plan(), plan(play=one_request_a_sample)
+    assert shared.chunk_bytes < alone.chunk_bytes
+    assert shared.chosen.requests_made_per_batch == FIELDS["batch_size"]
+    first = shared.candidates[0]
+    assert first.seconds_per_batch == min(cost.seconds_per_batch for cost in shared.best_by_size)
+    assert {cost.chunk for cost in shared.candidates} == {cost.chunk for cost in alone.candidates}
+
+
+def test_what_cannot_be_played_is_priced_a_request_a_chunk():
+    alone, none = plan(), plan(play=lambda *_: None)
+    assert sorted(none.rows(), key=str) == sorted(alone.rows(), key=str)
+
+
+def test_readers_are_judged_by_what_is_played():
+    answer = plan(readers=SERIES, play=one_request_a_sample)
+    for reader in answer.readers:
+        assert reader.cost.requests_made_per_batch == reader.cost.requests_per_batch or reader.cost.shard
+        assert reader.slowdown >= 0.9  # a best is the plainest of those as fast as the fastest
+    own, series = answer.readers
+    assert own.cost.requests_made_per_batch == FIELDS["batch_size"]
+    assert series.cost.requests_made_per_batch == 1
+    assert answer.chosen.slowdown == pytest.approx(
+        (own.weight * own.slowdown + series.weight * series.slowdown) / (own.weight + series.weight)
+    )
+
+
+def test_a_chunk_given_by_hand_is_played_too():
+    answer = plan(chunk={"lat": 32, "lon": 32}, play=one_request_a_sample)
+    assert answer.chosen.requests_made_per_batch == FIELDS["batch_size"]
 
 
 # -- rules

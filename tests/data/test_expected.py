@@ -13,7 +13,7 @@ from zarr.core.sync import sync
 
 import kit
 from kit.data.build.build import build
-from kit.data.build.layout import predict_reading, requests_after
+from kit.data.build.layout import predict_reading, price_store, requests_after
 from kit.data.patches.module import PatchData
 from kit.data.stores.manifest import FOLDER
 from kit.data.stores.url import open_store
@@ -65,6 +65,41 @@ def test_in_a_folder(tmp_path_factory, tiny_config, order, shard, steps):
     config = config.replace({"training.max_epochs": 20})
     dataset = build(config, progress=False)
     assert counted(config, steps) == pytest.approx(predict_reading(config, dataset), rel=0.15)
+
+
+LARGER = {"time": 32, "lat": 160, "lon": 160}
+
+
+@pytest.mark.parametrize(("order", "shard"), crossed(["random", "grid", "block"], ["shards", "chunks"]))
+def test_a_plan_expects_what_is_expected_of_the_store_that_it_gives(tmp_path, tiny_config, order, shard):
+    config = config_of(tiny_config, tmp_path / "t.zarr", None, shard, order).replace({"data.arguments": LARGER})
+    plan = kit.plan_chunks(config, measure=True).chosen
+    [built] = price_store(config, build(config, progress=False))
+    assert plan.requests_made_per_batch == pytest.approx(built.requests_made_per_batch, rel=0.02)
+    assert plan.bytes_made_per_batch == pytest.approx(built.bytes_made_per_batch, rel=0.1)
+
+
+def test_a_plan_of_two_variables_asks_for_both(tmp_path, tiny_config):
+    config = config_of(tiny_config, tmp_path / "t.zarr", None)
+    config = config.replace({"data.arguments": LARGER, "data.variables": ["sst", "wind"]})
+    plan = kit.plan_chunks(config).chosen
+    built = price_store(config, build(config, progress=False))  # one of each, as they are packed apart
+    assert plan.requests_made_per_batch == pytest.approx(sum(one.requests_made_per_batch for one in built), rel=0.02)
+
+
+def test_a_plan_counts_on_no_array_that_memory_holds(tmp_path, tiny_config):
+    config = config_of(tiny_config, tmp_path / "t.zarr", None)  # each batch touches most of its chunks
+    [built] = price_store(config, build(config, progress=False))
+    assert kit.plan_chunks(config).chosen.requests_made_per_batch > 1.1 * built.requests_made_per_batch
+
+
+def test_chunks_stay_for_later_batches_where_memory_is_spare(tmp_path, tiny_config):
+    whole = {"chunking.chunk": {"time": 16, "lat": 48, "lon": 48}}
+    config = config_of(tiny_config, tmp_path / "t.zarr", None, "chunks", trial__max_steps=24).replace(whole)
+    dataset = build(config, progress=False)
+    assert predict_reading(config, dataset)["requests_per_sample"] < 2 / (8 * 24)
+    tight = config.replace({"loader.memory_bytes": 4 << 20})
+    assert predict_reading(tight, dataset)["requests_per_sample"] > 6 / (8 * 24)
 
 
 BUSY = 0.3

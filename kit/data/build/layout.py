@@ -1,18 +1,22 @@
 """From a config to a chunk plan, to the size of the store that it gives, and to the price of reading a store.
 
 - `plan_chunks`: the shape comes from the source, or from the store when there is no source; the choice itself is
-  `kit.chunks.reasons`. No data is read unless compression is to be measured.
+  `kit.chunks.reasons`. No data is read unless compression is to be measured. What filters, weights and gaps leave out
+  of an epoch is not counted.
 - `expected_bytes`: exact counts, and compressed bytes estimated from chunks spread evenly over each variable, encoded
   as they will be stored. Known error: that of a small sample, a few per cent for fields alike everywhere, more when a
   few regions differ from the rest.
 - `predict_reading` and `price_store`: requests and stored bytes of a sample, as a trial counts them, and their cost.
-  Both play the run through (`kit.data.stream.expected`): what is predicted before a trial is what the trial expects.
+  All three play the run through (`kit.data.stream.expected`): what is predicted before a trial is what the trial
+  expects. A plan does so as of an array that memory does not hold, so that its choice holds for a longer one too; of a
+  store so small that each batch touches most of its chunks, fewer requests are expected than were planned.
 """
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
+from functools import cache, partial
 from typing import Any
 
 import numpy as np
@@ -22,14 +26,15 @@ from kit.chunks.access import Access, Order
 from kit.chunks.cost import ArrayRequests, LayoutCost, price
 from kit.chunks.reasons import plan_layout
 from kit.chunks.resources import Host, Network, Prices
-from kit.chunks.search import ChunkPlan
+from kit.chunks.search import ChunkPlan, Sizes
 from kit.config import Config
 from kit.data.build.open_source import load_source
 from kit.data.build.shards import ArrayWriter, Blueprint, make_blueprint
 from kit.data.build.source import Region, Source, source_error
 from kit.data.dataset import Dataset
 from kit.data.open_dataset import open_dataset
-from kit.data.sampling import sample_plan
+from kit.data.samples import SamplePlan
+from kit.data.sampling import plan_samples, sample_plan
 from kit.data.stores.disk_cache import Entries, MemoryCache, ReadCache
 from kit.data.stores.url import local_folder
 from kit.data.stream.expected import Expected, Reading, expect
@@ -99,7 +104,39 @@ def _plan(config: Config, geometry: _Geometry, order: Order | None) -> ChunkPlan
         target_shard_bytes=chunking.target_shard_bytes, chunk=chunking.chunk, shard=chunking.shard,
         divisibility=chunking.divisibility, multiple_of=chunking.multiple_of,
         largest_object_bytes=chunking.largest_object_bytes, readers=chunking.readers,
+        play=cache(partial(_played_layout, config, geometry)),
     )  # fmt: skip
+
+
+def _played_layout(
+    config: Config, geometry: _Geometry, access: Access, chunk: Sizes, shard: Sizes | None
+) -> ArrayRequests | None:
+    """What a batch asks of a store that would be cut so; None where no batch can be drawn, or one is too large."""
+    at_first = access.batch_size * (1 + config.loader.batches_ahead)
+    if at_first * math.prod(axis.mean for axis in access.axes(chunk)) > _MOST_TOUCHED:
+        return None
+    arrays = access.arrays
+    info = ArrayInfo(
+        name="", shape=geometry.shape, dims=geometry.dims, dtype=np.dtype((np.void, access.element_bytes)),
+        chunk=chunk, shard=shard,
+    )  # fmt: skip
+    patch, stride = (dict(zip(geometry.dims, sides, strict=True)) for sides in (access.patch, access.stride))
+    try:
+        asking = config.replace({
+            "data.patch": patch, "data.stride": stride, "data.order": access.order,
+            "data.samples_per_epoch": access.epoch_samples, "loader.batch_size": access.batch_size,
+            "loader.shuffle": access.shuffle, "training.max_epochs": access.epochs,
+        })  # fmt: skip
+        plan = plan_samples(asking, info, access.ranks, info.chunk_bytes * arrays)
+    except ConfigError:
+        return None
+    padded = access.objects(chunk) / arrays * info.chunk_bytes / info.nbytes  # which takes no room once compressed
+    reading = _reading(
+        asking, plan, arrays=arrays, compression_ratio=access.compression_ratio * padded, most_touched=_PLAN_TOUCHED,
+        is_planned=True,
+    )  # fmt: skip
+    found = expect(Dataset(url="", credentials="", arrays={}), [info], plan, reading)
+    return found.arrays[0].times(arrays * access.batch_size)
 
 
 def network_of(config: Config) -> Network:
@@ -300,22 +337,28 @@ def predict_reading(config: Config, dataset: Dataset, world_size: int = 1) -> di
 
 def _played(config: Config, dataset: Dataset, world_size: int, batches: int | None = None, **how: int) -> Expected:
     """What is asked for a sample in the first batches of a run on each rank, or in all of its epochs."""
-    loader, in_folder = config.loader, _in_folders(config)
-    plan, cache = sample_plan(config, dataset, world_size), ReadCache.of(config.cache)
-    processes, most = max(1, loader.num_workers), plan.batches_per_epoch * config.training.max_epochs
-    reading = Reading(
-        batches=most if batches is None else min(batches, most),
-        ahead=loader.batches_ahead + (loader.prefetch_factor if loader.num_workers else 0), processes=processes,
-        coalescing=replace(network_of(config), in_folder=in_folder).coalescing,
-        joins=loader.batches_ahead,
-        cache_bytes=loader.cache_bytes // processes,
-        memory_bytes=loader.memory_bytes // processes,
-        requests_in_flight=max(1, loader.requests_in_flight // processes),
-        entries=None if in_folder or cache is None else _current_entries(cache),
-        shared=cache is not None and bool(cache.folder),
-        compression_ratio=config.chunking.compression_ratio or 1.0, **how,
+    plan, kept = sample_plan(config, dataset, world_size), ReadCache.of(config.cache)
+    reading = _reading(
+        config, plan, batches, compression_ratio=config.chunking.compression_ratio or 1.0,
+        entries=None if kept is None or _in_folders(config) else _current_entries(kept),
+        shared=kept is not None and bool(kept.folder), **how,
     )  # fmt: skip
     return expect(dataset, dataset.select(config.data.variables), plan, reading)
+
+
+def _reading(config: Config, plan: SamplePlan, batches: int | None = None, arrays: int = 1, **how: Any) -> Reading:
+    """How a run of so many batches reads, or of all epochs: one of so many arrays that share what a process may use."""
+    loader, processes = config.loader, max(1, config.loader.num_workers)
+    most, each = plan.batches_per_epoch * config.training.max_epochs, processes * arrays
+    return Reading(
+        batches=most if batches is None else min(batches, most),
+        ahead=loader.batches_ahead + (loader.prefetch_factor if loader.num_workers else 0), processes=processes,
+        coalescing=replace(network_of(config), in_folder=_in_folders(config)).coalescing,
+        joins=loader.batches_ahead,
+        cache_bytes=loader.cache_bytes // each,
+        memory_bytes=loader.memory_bytes // each,
+        requests_in_flight=max(1, loader.requests_in_flight // each), **how,
+    )  # fmt: skip
 
 
 def _in_folders(config: Config) -> bool:
@@ -330,6 +373,8 @@ def _current_entries(cache: ReadCache) -> Entries:
 
 _MOST_TOUCHED = 20_000
 """Chunks of batches: played in a fraction of a second, as a slider wants it."""
+_PLAN_TOUCHED = 2_000
+"""Of each of a plan's finalists."""
 
 
 def price_store(config: Config, dataset: Dataset) -> tuple[LayoutCost, ...]:

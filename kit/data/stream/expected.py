@@ -5,19 +5,20 @@ the decoded chunks that are kept, with the read cache as it is filled now and as
 within a window. As the engine does, the batches read ahead count, and whole windows. Objects have the sizes that a
 manifest tells; the chunks of one are taken to be of one size, in the order in which zarr writes them.
 
-Of a store that kit did not build, a few of the objects that the first batches touch are looked at: how large chunks
-are, and in which order they lie in a shard, decides which neighbours share a request; and under its tag a read cache
-keeps each object. The others are taken to be like those. Where nothing can be looked at, chunks are taken to be as
-large as `compression_ratio` says.
+A planned store is played as one whose chunks are as large as `compression_ratio` says. Of one that kit did not build, a
+few of the objects that the first batches touch are looked at: how large chunks are, and in which order they lie in a
+shard, decides which neighbours share a request; and under its tag a read cache keeps each object. The others are taken
+to be like those. Where nothing can be looked at, chunks are taken to be as large as `compression_ratio` says too.
 
 A run is played to its end, or as far as `most_touched` allows. A longer one goes on as the second half of what was
 played, or in block order as the windows after the first, but for indexes of shards, each of which is fetched once.
 
-A chunk is there for as many batches as are read ahead (`kit.data.stream.chunk_cache`), where memory is spare, whether
-reading or training is the slower. Known error, measured on a store of 144 chunks: requests 0 to 5 % where a step takes
-10 ms, up to 13 % where none takes any time, as batches then wait for each other; up to 20 % too few where decoded
-chunks are kept, as which are evicted depends on the order in which threads decode. What a request brings between the
-chunks that were wanted counts as kept at once, so a read cache that fills may be asked for up to a fifth more bytes.
+A chunk is there for as many batches as are read ahead (`kit.data.stream.chunk_cache`), where memory is spare, else for
+those read ahead when it was asked for, whether reading or training is the slower. Known error, measured on a store of
+144 chunks: requests 0 to 5 % where a step takes 10 ms, up to 13 % where none takes any time, as batches then wait for
+each other; up to 20 % too few where decoded chunks are kept, as which are evicted depends on the order in which threads
+decode; 0.6 to 0.9 of them where memory is tight. What a request brings between the chunks that were wanted counts as
+kept at once, so a read cache that fills may be asked for up to a fifth more bytes.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ from numpy.typing import NDArray
 
 from kit.chunks.cost import ArrayRequests
 from kit.chunks.requests import Coalescing, Place, c_numbers, morton_numbers, runs
-from kit.chunks.resources import HOLES_SHARE, READY_TOO
+from kit.chunks.resources import HOLES_SHARE, KEPT_AT_ONCE, READY_TOO, TRANSIENT_SHARE
 from kit.data.dataset import Dataset, XarrayStore
 from kit.data.samples import SamplePlan
 from kit.data.stores.disk_cache import WHOLE, Entries
@@ -88,6 +89,9 @@ class Reading:
         most_touched: Chunks of batches that are played through.
         compression_ratio: Decoded bytes per stored byte, of chunks whose size nothing else tells.
         left_out: Batches handed over first, on each rank, of which nothing counts.
+        is_planned: There is no store yet, nor objects that can be looked at. What batches in flight share is counted as
+            of an array that memory does not hold: a chunk is there for those read ahead when it was asked for, however
+            many of them use it.
     """
 
     batches: int
@@ -103,6 +107,7 @@ class Reading:
     compression_ratio: float = 1.0
     most_touched: int = 200_000
     left_out: int = 0
+    is_planned: bool = False
 
 
 def expect(dataset: Dataset, arrays: Sequence[ArrayInfo], plan: SamplePlan, reading: Reading) -> Expected:
@@ -169,6 +174,8 @@ def _objects_of(dataset: Dataset, arrays: Sequence[ArrayInfo], plan: SamplePlan,
     """Those of each array; where no manifest lists what the first batches touch, some have been looked at."""
     known = KnownObjects(dataset)
     found = [_Objects(known, info, reading.entries, reading.compression_ratio) for info in arrays]
+    if reading.is_planned:
+        return found
     first = _Reader(found, plan, reading, 0, 0).touched_first()
     unlisted = {one: [place for place in first[number] if not one.lists(place)] for number, one in enumerate(found)}
     if any(unlisted.values()):
@@ -219,7 +226,7 @@ class _Objects:
     """The objects of one array; what a read cache holds of them, shared by all readers."""
 
     def __init__(self, known: KnownObjects, info: ArrayInfo, entries: Entries | None, compression_ratio: float) -> None:
-        self.info, self._entries = info, entries
+        self.info, self._entries, self._stored_axes = info, entries, info.stored_axes
         self._known, self._compression_ratio = known, compression_ratio
         self.tells_sizes = True
         """Whether manifests tell the size of every object met, or some have been looked at."""
@@ -268,7 +275,7 @@ class _Objects:
     def learn(self, indexes: Mapping[Place, Index | None]) -> None:
         """Take what these shards say of how chunks lie in all of them."""
         assert self.per_shard is not None
-        by_code = np.ravel_multi_index(np.array([*morton_numbers(self.per_shard, self.per_shard)]).T, self.per_shard)
+        by_code = np.argsort(morton_numbers(self.per_shard, self.per_shard), axis=None)
         sizes, more_in_c_order = list[int](), 0
         for outer, index in indexes.items():
             if index is None:
@@ -289,11 +296,11 @@ class _Objects:
 
     def place(self, coords: Place) -> tuple[Place, Place]:
         """The object that a chunk lies in, and its place in it."""
-        stored = tuple(coords[axis] for axis in self.info.stored_axes)
+        stored = tuple([coords[axis] for axis in self._stored_axes])
         if not self.per_shard:
             return stored, ()
-        pairs = [divmod(place, count) for place, count in zip(stored, self.per_shard, strict=True)]
-        return tuple(outer for outer, _ in pairs), tuple(inner for _, inner in pairs)
+        outer, inner = zip(*map(divmod, stored, self.per_shard), strict=True)
+        return outer, inner
 
     def spans(self, outer: Place, places: Iterable[Place]) -> list[tuple[int, int, int]]:
         """First and last byte of chunks in a shard, and their numbers in the order of the bytes; not of absent ones."""
@@ -301,12 +308,10 @@ class _Objects:
             index, ranks = self._indexes[outer]
             found = [(*index[place].tolist(), int(ranks[place])) for place in places]
             return [(first, first + count, number) for first, count, number in found if first != ABSENT]
-        numbers, size = self._numbers(outer), self.chunk_bytes(outer)
-        return [
-            (round(number * size), round((number + 1) * size), number) for number in map(numbers.__getitem__, places)
-        ]
+        size, found = self.chunk_bytes(outer), self._numbers(outer)[tuple(np.array([*places]).T)]
+        return [(round(number * size), round((number + 1) * size), number) for number in found.tolist()]
 
-    def _numbers(self, outer: Place) -> dict[Place, int]:
+    def _numbers(self, outer: Place) -> NDArray[np.int64]:
         """Where the chunks of a shard lie, in turn; those outside the array are not stored."""
         assert self.per_shard is not None
         limits = tuple(
@@ -324,7 +329,7 @@ class _Objects:
             self.tells_sizes &= listed is not None or self.typical_bytes is not None
             return self.typical_bytes or self.info.chunk_bytes / self._compression_ratio
         size = listed[key].bytes
-        return (size - self.index_bytes) / len(self._numbers(outer)) if self.per_shard else float(size)
+        return (size - self.index_bytes) / self._numbers(outer).size if self.per_shard else float(size)
 
     def held(self, outer: Place) -> set[int]:
         """What the read cache holds of an object now."""
@@ -397,8 +402,11 @@ class _Reader:
         batch = batch_bytes([one.info for one in objects], plan.batch_size, plan.patch)
         chunk = largest_chunk_bytes([one.info for one in objects])
         others = READY_TOO * reading.requests_in_flight * chunk + (reading.ahead + 2) * batch
-        self._most_pinned = (reading.memory_bytes * (1 - 1 / HOLES_SHARE) - others) / chunk * 2 / 3
+        left_bytes = reading.memory_bytes * (1 - 1 / HOLES_SHARE) - others
+        self._most_pinned = left_bytes / chunk * 2 / 3
         """Chunks of two windows, up to which a third is requested too."""
+        self._most_transient = (left_bytes - reading.cache_bytes) / chunk / TRANSIENT_SHARE / KEPT_AT_ONCE
+        """Chunks of batches in flight, up to which all of them stay until their batches are whole."""
 
     def serve_one(self) -> None:
         """Hand over the next batch, and begin those that the engine begins then."""
@@ -432,7 +440,9 @@ class _Reader:
         missing = [chunk for chunk in wanted if not self._is_here(chunk)]
         self._request(missing)
         if self._reading.joins:
-            self._joined.append({*wanted})
+            many = len(wanted) * (1 + len(self._joined)) > self._most_transient
+            spare = not many or len({*wanted}.union(*self._joined)) <= self._most_transient
+            self._joined.append({*(wanted if spare and not self._reading.is_planned else missing)})
         self._keep(wanted)
 
     def _is_here(self, chunk: tuple[int, Place]) -> bool:
