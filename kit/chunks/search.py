@@ -419,7 +419,7 @@ def best_of_sizes(costs: Iterable[LayoutCost]) -> dict[int, LayoutCost]:
 
 def _plainest(costs: Sequence[LayoutCost]) -> LayoutCost:
     """Of those as fast as the fastest, the one with the fewest requests: more at once may make up for more of them."""
-    first = min(costs, key=lambda cost: (not cost.fits, cost.seconds_per_batch))
+    first = min(costs, key=_seconds)
     limit = first.seconds_per_batch * _AS_FAST
     close = (cost for cost in costs if cost.fits == first.fits and cost.seconds_per_batch <= limit)
     return min(close, key=lambda cost: (cost.requests_per_batch, cost.seconds_per_batch))

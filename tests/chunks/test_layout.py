@@ -57,7 +57,7 @@ def test_what_cannot_be_played_is_priced_a_request_a_chunk():
 def test_readers_are_judged_by_what_is_played():
     answer = plan(readers=SERIES, play=one_request_a_sample)
     for reader in answer.readers:
-        assert reader.cost.requests_made_per_batch == reader.cost.requests_per_batch or reader.cost.shard
+        assert (reader.cost.chunk, reader.cost.shard) == (answer.chunk, answer.shard)
         assert reader.slowdown >= 0.9  # a best is the plainest of those as fast as the fastest
     own, series = answer.readers
     assert own.cost.requests_made_per_batch == FIELDS["batch_size"]
