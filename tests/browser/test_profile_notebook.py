@@ -8,7 +8,8 @@ from playwright.sync_api import expect
 
 pytestmark = pytest.mark.browser
 
-NAMED_FIRST = ("chunks that do not fit", "no prefetch", "Python in the data", "sync in the step")
+NAMED_FIRST = ("chunks that do not fit", "Python in the data", "sync in the step")
+"""On every machine. Whether reading ahead would hide anything depends on what its cores do meanwhile."""
 PANEL = """import kit
 config = kit.Config.load("datasets/slow/recipe.yaml").replace({"trial.max_steps": 6, "trial.warmup_steps": 2})
 kit.build(config)
@@ -38,7 +39,7 @@ def test_what_is_planted_is_named_and_one_change_is_tried(notebook, artifacts):
     expect(page.get_by_text(re.compile(f"^{VERDICT.pattern}"))).to_have_count(1)
 
     finding = first.locator(".widget-vbox", has=page.get_by_role("button", name="Try it")).filter(
-        has_text="no prefetch"
+        has_text="chunks that do not fit"
     ).last  # fmt: skip
     finding.get_by_role("button", name="Try it").click()
     expect(first.get_by_role("button", name="Try it").first).to_be_disabled()

@@ -335,12 +335,12 @@ def predict_reading(config: Config, dataset: Dataset, world_size: int = 1) -> di
     return answer
 
 
-def _played(config: Config, dataset: Dataset, world_size: int, batches: int | None = None, **how: int) -> Expected:
+def _played(config: Config, dataset: Dataset, world_size: int, batches: int | None = None, **how: Any) -> Expected:
     """What is asked for a sample in the first batches of a run on each rank, or in all of its epochs."""
     plan, kept = sample_plan(config, dataset, world_size), ReadCache.of(config.cache)
+    how = {"compression_ratio": config.chunking.compression_ratio or 1.0} | how
     reading = _reading(
-        config, plan, batches, compression_ratio=config.chunking.compression_ratio or 1.0,
-        entries=None if kept is None or _in_folders(config) else _current_entries(kept),
+        config, plan, batches, entries=None if kept is None or _in_folders(config) else _current_entries(kept),
         shared=kept is not None and bool(kept.folder), **how,
     )  # fmt: skip
     return expect(dataset, dataset.select(config.data.variables), plan, reading)
@@ -377,26 +377,58 @@ _PLAN_TOUCHED = 2_000
 """Of each of a plan's finalists."""
 
 
-def price_store(config: Config, dataset: Dataset) -> tuple[LayoutCost, ...]:
+def price_store(
+    config: Config,
+    dataset: Dataset,
+    plan: ChunkPlan | None = None,
+    *,
+    as_it_lies: bool = False,
+    is_planned: bool = False,
+) -> tuple[LayoutCost, ...]:
     """The store as it is cut, priced with the config's network and host: one cost for all variables cut alike.
 
     What a batch asks of it is what a trial of all epochs expects (`kit.data.stream.expected`). Most stores give one
     cost. Of several, requests, bytes and seconds add up: each is priced as if it had the host alone.
 
+    Args:
+        plan: Price the store as it would be if it were built again so.
+        as_it_lies: A folder has no network before it, whatever the config says of the place where it will lie.
+        is_planned: As of an array that memory does not hold, as a plan counts: a layout that is better only while the
+            store is small is not.
+
     Raises:
         PlanError: for a patch that does not fit the data.
         ConfigError: for variables that do not exist.
     """
+    stored = stored_fraction(dataset)
+    ratio = 1 / stored if stored else config.chunking.compression_ratio or 1.0
+    if plan is not None:
+        cut_again = {name: _cut_again(info, plan) for name, info in dataset.arrays.items()}
+        dataset = replace(dataset, url="", manifest=None, arrays=cut_again)
     arrays, pattern = dataset.select(config.data.variables), pattern_of(config)
-    played = _played(config, dataset, pattern["ranks"], most_touched=_MOST_TOUCHED)
+    played = _played(
+        config, dataset, pattern["ranks"], most_touched=_MOST_TOUCHED, compression_ratio=ratio, is_planned=is_planned
+    )
     alike: dict[Any, list[tuple[ArrayInfo, ArrayRequests]]] = {}
     for chosen, asked in zip(arrays, played.arrays, strict=True):
         info = dataset.arrays[chosen.name]  # one that is repeated along a dimension is read as it is stored
         cut = (info.chunk, info.shard or (), info.dtype.itemsize, info.stored_shape)
         alike.setdefault(cut, []).append((info, asked))
-    stored = stored_fraction(dataset)
-    ratio = 1 / stored if stored else config.chunking.compression_ratio or 1.0
-    return tuple(_price(config, alike[cut], pattern | {"compression_ratio": ratio}) for cut in sorted(alike))
+    network = replace(network_of(config), in_folder=_in_folders(config))
+    if as_it_lies and network.in_folder:
+        network = Network(
+            latency_seconds=0.0, bandwidth_bytes_per_second=math.inf, requests_in_flight=network.requests_in_flight,
+            batches_ahead=network.batches_ahead, in_folder=True,
+        )  # fmt: skip
+    pattern |= {"compression_ratio": ratio}
+    return tuple(_price(config, network, alike[cut], pattern) for cut in sorted(alike))
+
+
+def _cut_again(info: ArrayInfo, plan: ChunkPlan) -> ArrayInfo:
+    if len(info.shape) != len(plan.chunk):
+        return info
+    chunk = tuple(min(side, size) for side, size in zip(plan.chunk, info.stored_shape, strict=True))
+    return replace(info, chunk=chunk, shard=plan.shard if chunk == plan.chunk else None)
 
 
 def requests_after(config: Config, dataset: Dataset, left_out: int) -> float:
@@ -410,7 +442,9 @@ def requests_after(config: Config, dataset: Dataset, left_out: int) -> float:
     return sum(one.requests for one in played.arrays)
 
 
-def _price(config: Config, found: list[tuple[ArrayInfo, ArrayRequests]], pattern: dict[str, Any]) -> LayoutCost:
+def _price(
+    config: Config, network: Network, found: list[tuple[ArrayInfo, ArrayRequests]], pattern: dict[str, Any]
+) -> LayoutCost:
     """Of variables cut alike, with what is asked of each for a sample."""
     data, info, batch_size = config.data, found[0][0], config.loader.batch_size
     sizes = zip(info.dims, info.stored_shape, info.shape, strict=True)
@@ -423,5 +457,4 @@ def _price(config: Config, found: list[tuple[ArrayInfo, ArrayRequests]], pattern
         batch_size=batch_size, **pattern,
     )  # fmt: skip
     asked = sum((one for _, one in found), ArrayRequests()).times(batch_size)
-    network = replace(network_of(config), in_folder=_in_folders(config))
     return price(access, network, info.chunk, host_of(config), shard=info.shard, asked=asked)

@@ -89,9 +89,8 @@ class Reading:
         most_touched: Chunks of batches that are played through.
         compression_ratio: Decoded bytes per stored byte, of chunks whose size nothing else tells.
         left_out: Batches handed over first, on each rank, of which nothing counts.
-        is_planned: There is no store yet, nor objects that can be looked at. What batches in flight share is counted as
-            of an array that memory does not hold: a chunk is there for those read ahead when it was asked for, however
-            many of them use it.
+        is_planned: What batches in flight share is counted as of an array that memory does not hold: a chunk is there
+            for those read ahead when it was asked for, however many of them use it.
     """
 
     batches: int
@@ -111,7 +110,7 @@ class Reading:
 
 
 def expect(dataset: Dataset, arrays: Sequence[ArrayInfo], plan: SamplePlan, reading: Reading) -> Expected:
-    """What a run will ask of the store."""
+    """What a run will ask of the store; of one without a URL, which is yet to be built, nothing is looked at."""
     readers: list[_Reader] = []
     objects = _objects_of(dataset, arrays, plan, reading)
     for rank, process in product(range(plan.world_size), range(reading.processes)):
@@ -174,7 +173,7 @@ def _objects_of(dataset: Dataset, arrays: Sequence[ArrayInfo], plan: SamplePlan,
     """Those of each array; where no manifest lists what the first batches touch, some have been looked at."""
     known = KnownObjects(dataset)
     found = [_Objects(known, info, reading.entries, reading.compression_ratio) for info in arrays]
-    if reading.is_planned:
+    if not dataset.url:
         return found
     first = _Reader(found, plan, reading, 0, 0).touched_first()
     unlisted = {one: [place for place in first[number] if not one.lists(place)] for number, one in enumerate(found)}

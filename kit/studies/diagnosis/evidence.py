@@ -46,9 +46,9 @@ class StoreLayout:
     """How the store is cut, beside how it would be cut for this reading."""
 
     seconds_per_batch: float
-    """Predicted for the store as it is, by `kit.chunks.cost`."""
+    """Predicted for the store as it is, by `kit.chunks.cost`, and what a batch takes beside."""
     planned_seconds_per_batch: float
-    """Predicted for the chunks that `kit.plan_chunks` chooses."""
+    """Predicted for the same store in the chunks that `kit.plan_chunks` chooses."""
     chunk: tuple[int, ...]
     planned_chunk: tuple[int, ...]
     dims: tuple[str, ...]
@@ -338,7 +338,7 @@ def evidence_of(trial: Trial, peaks: Peaks | None = None, profile: Profile | Non
     own = any(event.get("counters") for event in trial.events if event["kind"] == "fit_ended")
     layout, notes = None, list[str]()
     try:
-        layout = store_layout(config) if own else None
+        layout = store_layout(config, as_it_lies=True) if own else None
     except KitError as error:
         notes.append(f"the layout of the store was not judged: {error}")
     given = trial.environment.get("given", {}).get("data", "default") not in ("default", "dataset")
@@ -632,8 +632,17 @@ def _reading(trial: Trial) -> dict[str, Any]:
     }
 
 
-def store_layout(config: Config) -> StoreLayout:
-    """How the store is cut, beside the chunks that `kit.plan_chunks` would choose.
+_REQUESTS_OF_A_BATCH = 30
+"""A batch takes as much of a processor beside its requests as so many of them: two layouts of a folder differ by less
+than their requests do. With it seven layouts of the ocean beside chunks of 16 × 16, in batches of 4 and 8 from the
+page cache, are told 0.98 to 1.36 times as much faster as was measured."""
+
+
+def store_layout(config: Config, as_it_lies: bool = False) -> StoreLayout:
+    """How the store is cut, beside the chunks that `kit.plan_chunks` would choose, both priced as a plan is.
+
+    Args:
+        as_it_lies: In a folder, without the network that the config plans for.
 
     Raises:
         KitError: when the store does not open, or its costs cannot be predicted.
@@ -641,11 +650,15 @@ def store_layout(config: Config) -> StoreLayout:
     from kit.data.build.layout import plan_chunks, price_store
     from kit.data.open_dataset import open_dataset
 
-    stored = price_store(config, open_dataset(config))
+    dataset = open_dataset(config)
     plan = plan_chunks(config.replace({"chunking.chunk": "auto", "chunking.shard": "auto", "data.source": None}))
+    stored, planned = (
+        price_store(config, dataset, cut, as_it_lies=as_it_lies, is_planned=True) for cut in (None, plan)
+    )
+    beside = _REQUESTS_OF_A_BATCH * config.chunking.request_cpu_seconds
+    seconds, least = (beside + sum(cost.seconds_per_batch for cost in costs) for costs in (stored, planned))
     return StoreLayout(
-        seconds_per_batch=sum(cost.seconds_per_batch for cost in stored),
-        planned_seconds_per_batch=plan.seconds_per_batch, chunk=stored[0].chunk, planned_chunk=plan.chunk,
+        seconds_per_batch=seconds, planned_seconds_per_batch=least, chunk=stored[0].chunk, planned_chunk=plan.chunk,
         dims=plan.dims, python_fraction=_python_fraction(config, stored),
     )  # fmt: skip
 
