@@ -22,7 +22,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from kit.chunks.access import Access, Order, seen_fraction
-from kit.chunks.cost import LayoutCost, balanced_ratio, price
+from kit.chunks.cost import LayoutCost, assembling_seconds, balanced_ratio, price
 from kit.chunks.geometry import check_patch, named_shape, ordered
 from kit.chunks.resources import Host, Network, Prices
 from kit.chunks.search import (
@@ -149,6 +149,8 @@ def _time(case: Case) -> Iterator[str]:
     requests = chosen.requests_per_batch + chosen.index_requests_per_batch
     if requests * host.request_cpu_seconds >= chosen.seconds_per_batch * 0.999:
         cpu = f"{format_seconds(host.request_cpu_seconds)} a request in one thread"
+    elif assembling_seconds(case.access, host) >= chosen.seconds_per_batch * 0.999:
+        cpu = "making a batch of chunks that are there, in one thread"
     rate = format_count(network.requests_per_second / case.access.ranks)
     binds = {
         "latency": f"latency binds ({network.latency_seconds / whole:.0%} of each request)",
