@@ -1021,10 +1021,13 @@ def test_a_profile_answers_the_rules_that_ask_for_one(config, tmp_path):
 def test_a_trial_of_warm_up_steps_only_cannot_be_diagnosed(config):
     trial = kit.fit(config(max_steps=4000, warmup_steps=3000), TinyModule(seconds=0.2), TinyData)
     wait_until(lambda: (trial.poll(), trial.steps)[1])
+    with pytest.raises(TrialError, match=r"trial\.wait\(\)"):
+        diagnose(trial, peaks=False)
     trial.stop()
     trial.wait()
-    with pytest.raises(TrialError, match="all .* were warm-up"):
+    with pytest.raises(TrialError, match="all .* were warm-up") as refused:
         diagnose(trial, peaks=False)
+    assert "wait" not in str(refused.value)
 
 
 def test_a_failed_trial_is_not_diagnosed(config):

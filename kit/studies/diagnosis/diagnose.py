@@ -374,7 +374,8 @@ def diagnose(
     try:
         evidence = evidence_of(trial, found, profile)
     except ValueError as error:
-        raise TrialError(f"{trial.name} cannot be diagnosed: {error}") from error
+        more = "" if trial.ended else "; it has not ended: wait for it with trial.wait()"
+        raise TrialError(f"{trial.name} cannot be diagnosed: {error}{more}") from error
     if short_trials:
         (gains, said), (drawing, unsaid) = measured_gains(evidence, source), without_drawing(evidence, source)
         alone, unknown = training_alone(evidence, source)
