@@ -7,7 +7,7 @@ prediction, and its resource binds:
     memory              the same time, named so where memory allows fewer requests in flight than the settings do
     total bandwidth     stored bytes × ranks / total bandwidth
     request rate        requests × ranks / requests per second that the store allows, all ranks together
-    CPU                 max(chunks × CPU seconds of a request, decoded bytes / (decode speed × threads), assembling)
+    CPU                 max(decoded bytes / (decode speed × threads), chunks × CPU seconds of a request + assembling)
 
     in flight = min(requests in flight allowed, requests of the batches read at once, what fits the memory)
 
@@ -18,8 +18,12 @@ The first line is Little's law. What is counted:
 - requests: one a chunk, and the indexes of shards; fewer where reading was played through (`asked`), as neighbours in
   a shard share them;
 - stored bytes: whole chunks over the compression ratio; decoded bytes: whole chunks;
-- CPU seconds of a request: for each chunk, whether it shares its request or not, in one thread; decoding has its own;
-- assembling: what a batch costs the thread that takes it, wherever its chunks are from (`assembling_seconds`).
+- CPU seconds of a request: for each chunk, whether it shares its request or not; decoding has threads of its own;
+- assembling: what a batch of chunks that are there takes (`assembling_seconds`), in Python as requests are, of which
+  one thread runs at a time. Where no batch is read ahead, decoding does not overlap with these either.
+
+In block order nothing is served before the first window of an epoch is there, nor fetched while the last is served: of
+an epoch of w windows a batch takes longer by 1 / w of what fetching and assembling take one after another beyond that.
 
 Known error: resources are taken to overlap perfectly, which is optimistic near a tie, the host's cores to be free, and
 every request to take its mean. Retries are not counted. `benchmarks/layouts.py` sets predictions beside measurements.
@@ -190,6 +194,7 @@ def price(
     union = each.per_batch * access.arrays
     stored = union * chunk_bytes / access.compression_ratio
     closely = asked is not None
+    per_sample = math.prod(axis.mean for axis in axes) * access.arrays
     if asked is None:
         at_once = window or network.in_folder  # a folder answers before another batch asks for the same chunk
         joined = union if at_once else min(union, _joined(access, network, host, axes, chunk_bytes) * access.arrays)
@@ -203,11 +208,12 @@ def price(
         decoded_bytes=asked.chunks * chunk_bytes, chunk_bytes=chunk_bytes,
         fixed_bytes=_fixed_bytes(access, network, host, chunk_bytes, kept),
         at_once=asked.chunks * window.samples / access.batch_size if window else 0.0,
+        assembling_seconds=assembling_seconds(access, host, per_sample * access.batch_size),
+        windows=math.ceil(access.rank_samples / window.samples) if window else 0,
     )  # fmt: skip
     by_resource, in_flight, most_in_flight = _time(access, network, host, load, closely)
     bound, seconds = by_resource[0]
     mixes = access.order != "block" or (window is not None and window.full)
-    per_sample = math.prod(axis.mean for axis in axes) * access.arrays
     epoch = access.epoch_samples / access.batch_size
     return LayoutCost(
         chunk=tuple(chunk), shard=None if shard is None else tuple(shard), chunk_bytes=chunk_bytes,
@@ -285,6 +291,9 @@ class _Load:
     fixed_bytes: float
     at_once: float
     """Requests of a window, which may be read ahead as a whole."""
+    assembling_seconds: float
+    windows: int
+    """Of an epoch, in block order."""
 
 
 def _time(
@@ -303,8 +312,11 @@ def _time(
         "memory" if in_flight < useful else name: waiting + transferring,
         "total bandwidth": load.stored_bytes * ranks / network.total_bandwidth_bytes_per_second,
         "request rate": load.requests * ranks / network.requests_per_second,
-        "CPU": max(load.chunks * host.request_cpu_seconds, decoding, assembling_seconds(access, host)),
+        "CPU": max(decoding, load.chunks * host.request_cpu_seconds),
     }
+    fetching = max(seconds.values())
+    python = load.chunks * host.request_cpu_seconds + load.assembling_seconds
+    seconds["CPU"] = max(decoding, python) if network.batches_ahead else decoding + python
     # In block order windows are read ahead, not batches, so there is nothing to play.
     if closely and access.order != "block" and load.requests:
         each_bytes = load.stored_bytes / load.requests
@@ -319,23 +331,28 @@ def _time(
         slowest = max(seconds, key=lambda bound: seconds[bound])
         if played is not None and played > seconds[slowest]:
             seconds["slow requests" if played > _WAITED_FOR * seconds[slowest] else slowest] = played
+    if load.windows:
+        slowest = max(seconds, key=lambda bound: seconds[bound])
+        seconds[slowest] += max(0.0, fetching + load.assembling_seconds - seconds[slowest]) / load.windows
     return tuple(sorted(seconds.items(), key=lambda item: -item[1])), in_flight, most
 
 
-_BATCH_REQUESTS, _ARRAY_REQUESTS, _PATCH_REQUESTS = 4.3, 0.7, 0.03
-_COPYING = 0.3
+_BATCH_REQUESTS, _ARRAY_REQUESTS, _PIECE_REQUESTS = 4.5, 0.7, 0.075
+_COPYING = 0.09
 """Of the seconds in which as many bytes are decoded."""
 
 
-def assembling_seconds(access: Access, host: Host) -> float:
-    """What it takes to make a batch of chunks that are there, in one thread: the bound of data that memory holds.
+def assembling_seconds(access: Access, host: Host, pieces: float) -> float:
+    """What it takes to make a batch of chunks that are there: the bound of data that memory holds.
 
-    In CPU seconds of requests for a batch, for each array and for each patch, and in seconds of decoding for copying,
-    which scale with the machine. Fitted to 27 ways of reading: 1, 3 and 8 arrays in batches of 4 to 64 samples of 1 KB
-    to 2 MB. Known error there: 0.6 to 1.4 times, the median within 17 %.
+    In CPU seconds of requests for a batch, for each array and for each piece, and in seconds of decoding for copying,
+    which scale with the machine. Fitted to the seconds of 272 ways of reading: 1 to 3 arrays in batches of 4 to 64
+    samples of 1 KB to 2 MB, in 1 to 34 pieces. Known error there: 0.6 to 1.5 times for nine in ten, 17 % the median.
+
+    Args:
+        pieces: Of all patches of the batch, what each has of each chunk.
     """
-    patches = access.arrays * access.batch_size
-    requests = _BATCH_REQUESTS + _ARRAY_REQUESTS * access.arrays + _PATCH_REQUESTS * patches
+    requests = _BATCH_REQUESTS + _ARRAY_REQUESTS * access.arrays + _PIECE_REQUESTS * pieces
     return requests * host.request_cpu_seconds + _COPYING * access.batch_bytes / host.decode_bytes_per_second
 
 

@@ -145,12 +145,13 @@ def _time(case: Case) -> Iterator[str]:
     chosen, network, host = case.chosen, case.network, case.host
     transfer = chosen.bytes_made_per_batch / chosen.requests_made_per_batch / network.bandwidth_bytes_per_second
     whole = network.latency_seconds + transfer
-    cpu = f"decoding {format_bytes(host.decode_bytes_per_second)}/s in each of {plural(host.decode_threads, 'thread')}"
-    requests = chosen.requests_per_batch + chosen.index_requests_per_batch
-    if requests * host.request_cpu_seconds >= chosen.seconds_per_batch * 0.999:
-        cpu = f"{format_seconds(host.request_cpu_seconds)} a request in one thread"
-    elif assembling_seconds(case.access, host) >= chosen.seconds_per_batch * 0.999:
-        cpu = "making a batch of chunks that are there, in one thread"
+    decoding = f"decoding {format_bytes(host.decode_bytes_per_second)}/s in each of "
+    decoding += plural(host.decode_threads, "thread")
+    making, asking = "making a batch of chunks", f"{format_seconds(host.request_cpu_seconds)} a request in one thread"
+    of_making = assembling_seconds(case.access, host, chosen.requests_per_sample * case.access.batch_size)
+    of_asking = (chosen.requests_per_batch + chosen.index_requests_per_batch) * host.request_cpu_seconds
+    of_decoding = chosen.bytes_per_batch / (host.decode_bytes_per_second * host.decode_threads)
+    cpu = decoding if of_decoding > of_making + of_asking else making if of_making > of_asking else asking
     rate = format_count(network.requests_per_second / case.access.ranks)
     binds = {
         "latency": f"latency binds ({network.latency_seconds / whole:.0%} of each request)",

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from properties import examples
 
 from kit.chunks.access import VALUE_BYTES, Access
-from kit.chunks.cost import ArrayRequests, price
+from kit.chunks.cost import ArrayRequests, assembling_seconds, price
 from kit.chunks.resources import HOLES_SHARE, Host, Network, Prices
 from kit.errors import PlanError
 
@@ -52,17 +52,33 @@ def test_the_slowest_resource_binds_and_gives_the_seconds(bound, net, host):
     assert cost.samples_per_second == pytest.approx(32 / cost.seconds_per_batch)
 
 
-def test_each_resource_takes_what_its_formula_says():
-    net = network(total_bandwidth_bytes_per_second=400e6, requests_per_second=5000)
+@pytest.mark.parametrize("ahead", [0, 2])
+def test_each_resource_takes_what_its_formula_says(ahead):
+    net = network(total_bandwidth_bytes_per_second=400e6, requests_per_second=5000, batches_ahead=ahead)
     host = Host(decode_bytes_per_second=1e9, decode_threads=2, request_cpu_seconds=3e-4)
     cost = price(access(ranks=4, compression_ratio=2.0), net, CHUNK, host)
-    seconds, requests = dict(cost.seconds_by_resource), cost.requests_per_batch
+    seconds, requests = dict(cost.seconds_by_resource), cost.requests_made_per_batch
     stored = requests * 128 * 128 * 4 / 2
-    assert cost.stored_bytes_per_batch == pytest.approx(stored)
+    assert cost.bytes_made_per_batch == pytest.approx(stored)
     assert seconds["latency"] == pytest.approx((requests * 0.03 + stored / 80e6) / 64)
     assert seconds["total bandwidth"] == pytest.approx(stored * 4 / 400e6)
     assert seconds["request rate"] == pytest.approx(requests * 4 / 5000)
-    assert seconds["CPU"] == pytest.approx(max(requests * 3e-4, 2 * stored / 2e9))
+    python = requests * 3e-4 + assembling_seconds(access(), host, 32 * cost.requests_per_sample)
+    decoding = 2 * stored / 2e9
+    assert seconds["CPU"] == pytest.approx(max(python, decoding) if ahead else python + decoding)
+
+
+def test_in_block_order_the_first_window_of_an_epoch_is_waited_for():
+    host, net = Host(request_cpu_seconds=1e-4), network(batches_ahead=2, requests_in_flight=1)
+    one, many = (
+        price(access(order="block", samples_per_epoch=samples, stride=(1, 1)), net, CHUNK, host)
+        for samples in (512, 1 << 24)
+    )
+    making = assembling_seconds(access(), host, 32 * one.requests_per_sample)
+    fetching = [cost.requests_per_batch * (0.03 + 128 * 128 * 4 / 80e6) for cost in (one, many)]
+    assert one.bound == many.bound == "latency"
+    assert one.seconds_per_batch == pytest.approx(fetching[0] + making)
+    assert fetching[1] < many.seconds_per_batch < fetching[1] + 0.01 * making
 
 
 def test_ranks_share_the_request_rate_and_the_total_bandwidth():

@@ -632,12 +632,6 @@ def _reading(trial: Trial) -> dict[str, Any]:
     }
 
 
-_REQUESTS_OF_A_BATCH = 30
-"""A batch takes as much of a processor beside its requests as so many of them: two layouts of a folder differ by less
-than their requests do. With it seven layouts of the ocean beside chunks of 16 × 16, in batches of 4 and 8 from the
-page cache, are told 0.98 to 1.36 times as much faster as was measured."""
-
-
 def store_layout(config: Config, as_it_lies: bool = False) -> StoreLayout:
     """How the store is cut, beside the chunks that `kit.plan_chunks` would choose, both priced as a plan is.
 
@@ -655,8 +649,7 @@ def store_layout(config: Config, as_it_lies: bool = False) -> StoreLayout:
     stored, planned = (
         price_store(config, dataset, cut, as_it_lies=as_it_lies, is_planned=True) for cut in (None, plan)
     )
-    beside = _REQUESTS_OF_A_BATCH * config.chunking.request_cpu_seconds
-    seconds, least = (beside + sum(cost.seconds_per_batch for cost in costs) for costs in (stored, planned))
+    seconds, least = (sum(cost.seconds_per_batch for cost in costs) for costs in (stored, planned))
     return StoreLayout(
         seconds_per_batch=seconds, planned_seconds_per_batch=least, chunk=stored[0].chunk, planned_chunk=plan.chunk,
         dims=plan.dims, python_fraction=_python_fraction(config, stored),
