@@ -47,6 +47,17 @@ def test_each_config_is_a_row_with_prediction_measurement_and_ratio(stores):
     assert "busy" not in repr(quiet)
 
 
+def test_of_an_epoch_that_is_read_ahead_whole_passes_count(stores):
+    sizes = {"loader.batch_size": 4, "loader.batches_ahead": 2, "data.samples_per_epoch": 24}
+    short = stores[0].replace(sizes | {"chunking.latency_seconds": 10.0, "loader.requests_in_flight": 1024})
+    (one,) = measure_reading(short, seconds=1e-9)
+    assert one.batches == 6
+    (two,) = measure_reading(short.replace({"data.samples_per_epoch": 8}), seconds=1e-9)
+    assert 2 * 4 / two.predicted_samples_per_second >= 10
+    (long,) = measure_reading(short.replace({"data.samples_per_epoch": 24_000}), seconds=1e-9)
+    assert long.batches == 2
+
+
 @pytest.mark.slow
 def test_requests_that_are_not_opened_are_told_with_the_reason(tiny_config, tmp_path, monkeypatch):
     answered = ConcurrencyLimit.answered

@@ -3,8 +3,9 @@
 `kit.data.measure_reading(config)` streams for a few seconds the batches that a fit of that config would read, through
 the same loader and on one rank, and trains nothing. The first batch, which opens the store, is measured apart. In
 random and grid order the batches read ahead at the start of each pass are left out, and where there is one pass the
-requests of its beginning, predicted and measured. In block order whole passes count, because a window is read at once
-and serves many batches; how well they are mixed stands beside its prediction too.
+requests of its beginning, predicted and measured. Whole passes count where most of one is read ahead, and in block
+order, because a window is read at once and serves many batches; how well they are mixed stands beside its prediction
+too. Indexes of shards are asked for in the first pass only.
 
 The prediction is that of `kit.chunks.cost` for the store as it is cut, with the network that `config.chunking`
 describes, so put the figures of `kit.data.probe` there first.
@@ -50,6 +51,8 @@ _OF_ORDER = 1
 """Place of the column that is shown only where there are several."""
 _DROPPED = 2
 """Batches left out at the start of a pass, beside those read ahead."""
+_LONG = 3
+"""So many times those have a pass of which they are left out; most of a shorter one is read by then."""
 _MOST_TIMES = 3
 """Whole time over the time asked for, at most."""
 _SETTLING_SECONDS = 1.0
@@ -219,26 +222,30 @@ def _measure(config: Config, seconds: float) -> MeasuredReading:
         raise PlanError(
             f"{redact(dataset.url)}: an epoch of {len(loader)} batch is too short to measure; raise samples_per_epoch"
         )
-    ahead = min(config.loader.batches_ahead + _DROPPED, len(loader) - 2)
-    left_out = None if config.data.order == "block" else ahead
+    ahead = config.loader.batches_ahead + _DROPPED
+    left_out = None if config.data.order == "block" or len(loader) < _LONG * (ahead + 1) else ahead
     size = config.loader.batch_size
     asked = sum(cost.requests_made_per_batch for cost in costs) / size
     asked_later = asked if left_out is None else requests_after(config, dataset, left_out + 1)
+    seconds_per_batch = sum(cost.seconds_per_batch for cost in costs)
+    if left_out is None and config.data.order != "block":  # a first batch takes a request, whatever is read meanwhile
+        seconds_per_batch += max(0.0, config.chunking.latency_seconds - seconds_per_batch) / len(loader)
     try:
         pace = _pace(loader, left_out, seconds)
         mixing, (opened, reason) = loader.mixing, loader.open_requests
     finally:
         data.teardown()
     info = dataset.select(config.data.variables)[0]
+    known = sum(cost.index_requests_per_batch for cost in costs) / size * (1 - 1 / pace.passes)
     predicted = None  # of the variable that mixes worst; what has no window is read as random order
     if config.data.order != "grid":
         predicted = min(1.0 if cost.window is None else cost.window.mixing(size) for cost in costs)
     return MeasuredReading(
         url=redact(dataset.url), chunk=info.chunk, shard=info.shard, order=config.data.order, batch_size=size,
-        predicted_samples_per_second=size / sum(cost.seconds_per_batch for cost in costs),
+        predicted_samples_per_second=size / seconds_per_batch,
         samples_per_second=pace.samples / pace.seconds,
         bound=slowest(costs).bound,
-        predicted_requests_per_sample=asked_later if pace.passes == 1 else asked,  # of what was counted
+        predicted_requests_per_sample=asked_later if pace.passes == 1 else asked - known,  # of what was counted
         requests_per_sample=pace.per_sample("requests"), bytes_per_sample=pace.per_sample("bytes_read"),
         mixing=None if predicted is None else mixing, predicted_mixing=predicted,
         first_batch_seconds=pace.first_seconds, batches=pace.batches, seconds=pace.seconds,
