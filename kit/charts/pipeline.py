@@ -206,7 +206,7 @@ def _draw_rates(bytes_: Axes, requests: Axes, info: PipelineInfo) -> None:
         axes.stairs(values, rates.edges, fill=True, color=look.GREEN, alpha=0.35)
         axes.stairs(values, rates.edges, color=look.GREEN, linewidth=1.2)
         peak, near = max(values), limit if limit and max(values) >= _NEAR * limit else 0.0
-        axes.set_title(f"{title}: at most {text(peak)}{'' if limit is None else f', limit {text(limit)}'}")
+        axes.set_title(f"{title}: at most {text(peak)}{'' if limit is None else f', planned for {text(limit)}'}")
         axes.set_ylim(0, max(peak, near, 1e-9) * 1.12)
         if near:
             axes.axhline(near, color=look.INK, linewidth=1.2, linestyle="--")

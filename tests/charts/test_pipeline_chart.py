@@ -72,7 +72,7 @@ def test_many_ranks_and_steps_stay_readable_and_small():
 def test_a_near_limit_of_bytes_or_of_requests_is_a_line_and_a_far_one_is_words(place, field, near, unit):
     def lines(limit):
         chart = draw_pipeline(pipeline_info([*begin(), *steps()], CONFIG.replace({f"chunking.{field}": limit})))
-        before, _, after = titles(chart)[place].partition(", limit ")
+        before, _, after = titles(chart)[place].partition(", planned for ")
         assert before.endswith(unit)
         assert after.endswith(unit)
         return len(chart.axes[place].lines)
