@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import textwrap
 from bisect import bisect_left, bisect_right
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from kit.charts import style as look
@@ -125,6 +125,14 @@ _ROUND_SECONDS = {
     3600.0: "1 h", 14_400.0: "4 h", _DAY: "1 day", 4 * _DAY: "4 days", 16 * _DAY: "16 days", 60 * _DAY: "60 days",
     365 * _DAY: "1 year", 3650 * _DAY: "10 years",
 }  # fmt: skip
+_BETWEEN = {
+    0.002: "2 ms", 0.005: "5 ms", 0.02: "20 ms", 0.05: "50 ms", 0.2: "0.2 s", 0.5: "0.5 s", 2.0: "2 s", 5.0: "5 s",
+    20.0: "20 s", 40.0: "40 s", 120.0: "2 min", 300.0: "5 min", 1200.0: "20 min", 2400.0: "40 min", 7200.0: "2 h",
+    28_800.0: "8 h", 43_200.0: "12 h", 2 * _DAY: "2 days", 3 * _DAY: "3 days", 6 * _DAY: "6 days", 8 * _DAY: "8 days",
+    30 * _DAY: "30 days", 120 * _DAY: "120 days", 730 * _DAY: "2 years", 1825 * _DAY: "5 years",
+}  # fmt: skip
+"""For an axis on which only the ends are round."""
+_FEWEST_TICKS = 3
 
 
 def scaling_figure(run: BigRun) -> Figure:
@@ -143,6 +151,13 @@ def scaling_figure(run: BigRun) -> Figure:
         for place, value in enumerate(values):
             look.note(cost, (place, value), f"{value:.3g}", above=True, xytext=(0, 2), fontsize=7.5)
     return chart
+
+
+def _around(times: Mapping[float, str], least: float, most: float) -> dict[float, str]:
+    """From the last of the times below the least to the first above the most."""
+    ticks = sorted(times)
+    begin = max(0, bisect_right(ticks, least) - 1)
+    return {tick: times[tick] for tick in ticks[begin : max(bisect_left(ticks, most), begin + 1) + 1]}
 
 
 def _draw_time(axes: Axes, run: BigRun) -> None:
@@ -171,9 +186,10 @@ def _draw_time(axes: Axes, run: BigRun) -> None:
     axes.minorticks_off()
     # Trials that differ by more than what they took leave a range that begins at nothing, which has no place here.
     least = min((one for one in low if one > 0), default=min(row.total_seconds for row in run.rows))
-    ticks, most = sorted(_ROUND_SECONDS), max(high)
-    begin = max(0, bisect_right(ticks, least) - 1)  # from the last round time below to the first above
-    shown = ticks[begin : max(bisect_left(ticks, most), begin + 1) + 1]
-    axes.set_ylim(min(shown[0], least), max(shown[-1], most))
-    axes.set_yticks(shown, [_ROUND_SECONDS[tick] for tick in shown])
+    most = max(high)
+    shown = _around(_ROUND_SECONDS, least, most)
+    if len(shown) < _FEWEST_TICKS:
+        shown = _around(_ROUND_SECONDS | _BETWEEN, least, most)
+    axes.set_ylim(min(min(shown), least), max(max(shown), most))
+    axes.set_yticks([*shown], [*shown.values()])
     axes.legend(loc="best")

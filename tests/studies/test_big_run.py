@@ -134,6 +134,14 @@ def test_a_range_that_begins_at_nothing_is_drawn(one):
     assert 0 < time.get_ylim()[0] <= min(row.total_seconds for row in run.rows)
 
 
+def test_a_range_between_two_round_times_has_others_between_them(one):
+    run = predict_run(one, devices=[1, 2], memory=False)
+    day = 86_400.0
+    days = {"low_seconds": 1.3 * day, "total_seconds": 2.0 * day, "high_seconds": 3.6 * day}
+    time = scaling_figure(dataclasses.replace(run, rows=[dataclasses.replace(row, **days) for row in run.rows])).axes[0]
+    assert [label.get_text() for label in time.get_yticklabels()] == ["1 day", "2 days", "3 days", "4 days"]
+
+
 @pytest.mark.parametrize(
     ("given", "devices", "strategy"),
     [("ddp", 1, "none"), ("none", 4, "ddp"), ("fsdp", 4, "fsdp"), ("fsdp:2:2", 8, "fsdp:4:2"), ("fsdp:2:4", 6, "fsdp")],
