@@ -147,7 +147,8 @@ def _time(case: Case) -> Iterator[str]:
     whole = network.latency_seconds + transfer
     decoding = f"decoding {format_bytes(host.decode_bytes_per_second)}/s in each of "
     decoding += plural(host.decode_threads, "thread")
-    making, asking = "making a batch of chunks", f"{format_seconds(host.request_cpu_seconds)} a request in one thread"
+    making = "making batches of chunks that are there, in one thread"
+    asking = f"{format_seconds(host.request_cpu_seconds)} a request in one thread"
     of_making = assembling_seconds(case.access, host, chosen.requests_per_sample * case.access.batch_size)
     of_asking = (chosen.requests_per_batch + chosen.index_requests_per_batch) * host.request_cpu_seconds
     of_decoding = chosen.bytes_per_batch / (host.decode_bytes_per_second * host.decode_threads)

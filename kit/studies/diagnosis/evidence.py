@@ -46,7 +46,7 @@ class StoreLayout:
     """How the store is cut, beside how it would be cut for this reading."""
 
     seconds_per_batch: float
-    """Predicted for the store as it is, by `kit.chunks.cost`, and what a batch takes beside."""
+    """Predicted for the store as it is, by `kit.chunks.cost`."""
     planned_seconds_per_batch: float
     """Predicted for the same store in the chunks that `kit.plan_chunks` chooses."""
     chunk: tuple[int, ...]
