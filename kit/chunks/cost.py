@@ -308,14 +308,14 @@ def _time(
     transferring = load.stored_bytes / network.bandwidth_bytes_per_second / in_flight
     name: Bound = "latency" if waiting > transferring else "bandwidth"
     decoding = load.decoded_bytes / (host.decode_bytes_per_second * host.decode_threads)
+    asking = load.chunks * host.request_cpu_seconds
     seconds: dict[Bound, float] = {
         "memory" if in_flight < useful else name: waiting + transferring,
         "total bandwidth": load.stored_bytes * ranks / network.total_bandwidth_bytes_per_second,
         "request rate": load.requests * ranks / network.requests_per_second,
-        "CPU": max(decoding, load.chunks * host.request_cpu_seconds),
     }
-    fetching = max(seconds.values())
-    python = load.chunks * host.request_cpu_seconds + load.assembling_seconds
+    fetching = max(*seconds.values(), decoding, asking)
+    python = asking + load.assembling_seconds
     seconds["CPU"] = max(decoding, python) if network.batches_ahead else decoding + python
     # In block order windows are read ahead, not batches, so there is nothing to play.
     if closely and access.order != "block" and load.requests:

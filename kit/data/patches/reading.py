@@ -236,7 +236,7 @@ def _measure(config: Config, seconds: float) -> MeasuredReading:
     finally:
         data.teardown()
     info = dataset.select(config.data.variables)[0]
-    known = sum(cost.index_requests_per_batch for cost in costs) / size * (1 - 1 / pace.passes)
+    indexes = sum(cost.index_requests_per_batch for cost in costs) / size
     predicted = None  # of the variable that mixes worst; what has no window is read as random order
     if config.data.order != "grid":
         predicted = min(1.0 if cost.window is None else cost.window.mixing(size) for cost in costs)
@@ -245,7 +245,9 @@ def _measure(config: Config, seconds: float) -> MeasuredReading:
         predicted_samples_per_second=size / seconds_per_batch,
         samples_per_second=pace.samples / pace.seconds,
         bound=slowest(costs).bound,
-        predicted_requests_per_sample=asked_later if pace.passes == 1 else asked - known,  # of what was counted
+        predicted_requests_per_sample=(  # of what was counted: the first pass asks for the indexes
+            asked_later if pace.passes == 1 else asked - indexes * (1 - 1 / pace.passes)
+        ),
         requests_per_sample=pace.per_sample("requests"), bytes_per_sample=pace.per_sample("bytes_read"),
         mixing=None if predicted is None else mixing, predicted_mixing=predicted,
         first_batch_seconds=pace.first_seconds, batches=pace.batches, seconds=pace.seconds,
