@@ -283,15 +283,18 @@ class RealSteps:
 
     @functools.cached_property
     def _run(self) -> DryRun:
+        """On one device, whatever was asked: what several hold is not known from it, but a user's error is."""
         run = _run_of(self._context, self._payload, _trainer_parts(self._payload))
-        return dataclasses.replace(run, for_real=True)
+        alone = run.config.replace({"hardware.strategy": "none", "hardware.devices": 1})
+        return dataclasses.replace(run, config=alone, world_size=1, for_real=True)
 
     @property
     def _is_alone(self) -> bool:
-        return self._run.world_size == 1 and self._run.config.hardware.strategy == "none"
+        config: Config = self._context.config
+        return self._context.environment["prediction"]["world_size"] == 1 and config.hardware.strategy == "none"
 
     def instead_of(self, dry: Recording) -> Recording:
-        """The recording at the batch size of `dry`, or `dry` where the steps do not run for real either.
+        """The recording at the batch size of `dry`, or `dry` where several devices are asked or they do not run either.
 
         Raises:
             TrialError: where they stop as the dry run did, so that a fit would: the user's error, with its line.
@@ -300,17 +303,19 @@ class RealSteps:
         least_seconds = _LAST_FRACTION * self._dry_patience.seconds if self.dry is None else 0.0
         self._patience = Patience(max(least_seconds, self._dry_patience.left_seconds), self._dry_patience.cells)
         self.dry, self.failed = dry, True
-        if not self._is_alone:
-            return dry
         try:
             found, source = self._ran(dry)
         except NotRunError as error:
             if error.__cause__ is not None and self._is_users(dry, str(error)):
                 told = describe_failure(error.__cause__, self._context)
                 raise TrialError(told["message"], told["traceback"]) from None
+            if not self._is_alone:
+                return dry
             also = "; so it did when run for real on the CPU" + ("" if str(error) == stopped else f": {error}")
             facts = {"unknown": stopped + also, "late": bool(self._patience.message or dry.facts.get("late"))}
             return dataclasses.replace(dry, facts=dry.facts | facts)
+        if not self._is_alone:
+            return dry
         self.failed = False
         why = f"a dry run stopped with {stopped}, so two steps were {source}"
         return self._combined(dry, found, {"source": source, "why_for_real": why, "late": False})

@@ -348,6 +348,15 @@ def test_an_error_of_the_step_is_the_answer_as_a_fit_gives_it(config, made, devi
     assert predicted.value.details.startswith("Traceback")
 
 
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+@pytest.mark.parametrize("made", [WrongShape, MissingKey])
+def test_so_is_one_of_several_devices(config, made, strategy):
+    several = config().replace({"hardware.strategy": strategy, "hardware.devices": 2})
+    with pytest.raises(TrialError, match=r"test_prediction.py, line") as predicted:
+        predict_memory(several, made, many)
+    assert predicted.value.details.startswith("Traceback")
+
+
 class OfFullPrecision(Wide):
     def training_step(self, batch, batch_idx):
         values = self.layer(batch[0])
