@@ -150,9 +150,14 @@ class Access:
         return max(1, -(-self.epoch_samples // self.ranks))
 
     @property
+    def epoch_batches(self) -> int:
+        """Batches of an epoch on one rank."""
+        return -(-self.rank_samples // self.batch_size)
+
+    @property
     def batches(self) -> int:
         """Batches of all epochs on one rank."""
-        return max(1, -(-self.rank_samples // self.batch_size)) * self.epochs
+        return self.epoch_batches * self.epochs
 
     def axes(self, sides: Sequence[int]) -> tuple[Axis, ...]:
         """The dimensions cut into pieces of these sides.

@@ -24,6 +24,7 @@ The first line is Little's law. What is counted:
 
 In block order nothing is served before the first window of an epoch is there, nor fetched while the last is served: of
 an epoch of w windows a batch takes longer by 1 / w of what fetching and assembling take one after another beyond that.
+In other orders the first batches are waited for, and count in `seconds_per_epoch` alone.
 
 Known error: resources are taken to overlap perfectly, which is optimistic near a tie, the host's cores to be free, and
 every request to take its mean. Retries are not counted. `benchmarks/layouts.py` sets predictions beside measurements.
@@ -40,7 +41,7 @@ request, because batches are handed over in order and one slow request delays it
 Latencies are lognormal with the mean and standard deviation of the network (the maximum of n of them depends on both),
 drawn with a fixed seed, so that the same arguments give the same answer. Line and decoder serve requests in the order
 in which these began. The pipeline is never faster than the slowest resource alone, but for an error of about 5 % from
-the draw.
+the draw. It begins empty, as an epoch does; a batch's seconds are those once it is full.
 """
 
 from __future__ import annotations
@@ -52,7 +53,7 @@ import random
 from collections.abc import Iterator, Sequence
 from dataclasses import astuple, dataclass
 from functools import cache
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from kit.chunks.access import Access, Window, fit_window
 from kit.chunks.geometry import Axis
@@ -127,6 +128,8 @@ class LayoutCost:
     seconds_by_resource: tuple[tuple[Bound, float], ...]
     """What each resource alone would need for a batch, the slowest first."""
     seconds_per_batch: float
+    seconds_per_epoch: float
+    """Of one rank. Its first batches are waited for, which is in the seconds of each batch in block order alone."""
     samples_per_second: float
     """Of one rank; all ranks together read `ranks` times as many."""
     bound: Bound
@@ -211,7 +214,7 @@ def price(
         assembling_seconds=assembling_seconds(access, host, per_sample * access.batch_size),
         windows=math.ceil(access.rank_samples / window.samples) if window else 0,
     )  # fmt: skip
-    by_resource, in_flight, most_in_flight = _time(access, network, host, load, closely)
+    by_resource, waited_seconds, in_flight, most_in_flight = _time(access, network, host, load, closely)
     bound, seconds = by_resource[0]
     mixes = access.order != "block" or (window is not None and window.full)
     epoch = access.epoch_samples / access.batch_size
@@ -225,7 +228,9 @@ def price(
         most_requests_per_batch=each.most * access.arrays, index_requests_per_batch=asked.indexes,
         requests_made_per_batch=load.requests, bytes_made_per_batch=load.stored_bytes,
         bytes_per_batch=union * chunk_bytes, stored_bytes_per_batch=stored,
-        seconds_by_resource=by_resource, seconds_per_batch=seconds, samples_per_second=access.batch_size / seconds,
+        seconds_by_resource=by_resource, seconds_per_batch=seconds,
+        seconds_per_epoch=access.epoch_batches * seconds + waited_seconds,
+        samples_per_second=access.batch_size / seconds,
         bound=bound, in_flight=in_flight, cache_bytes=kept, fits=most_in_flight >= 1 and mixes,
         memory_bytes=(load.fixed_bytes + in_flight * chunk_bytes / access.compression_ratio) / _IN_USE,
         object_count=access.objects(shard or chunk),
@@ -298,8 +303,9 @@ class _Load:
 
 def _time(
     access: Access, network: Network, host: Host, load: _Load, closely: bool
-) -> tuple[tuple[tuple[Bound, float], ...], float, float]:
-    """Seconds per batch by resource, the slowest first; requests in flight; how many of them the memory allows."""
+) -> tuple[tuple[tuple[Bound, float], ...], float, float, float]:
+    """Seconds per batch by resource, the slowest first; what an epoch takes longer than its batches; requests in
+    flight; how many of them the memory allows."""
     ranks = access.ranks
     most = (host.memory_bytes * _IN_USE - load.fixed_bytes) / (load.chunk_bytes / access.compression_ratio)
     useful = max(network.in_flight(load.requests), min(network.requests_in_flight, load.at_once))
@@ -317,24 +323,29 @@ def _time(
     fetching = max(*seconds.values(), decoding, asking)
     python = asking + load.assembling_seconds
     seconds["CPU"] = max(decoding, python) if network.batches_ahead else decoding + python
+    played, waited = None, 0.0
     # In block order windows are read ahead, not batches, so there is nothing to play.
     if closely and access.order != "block" and load.requests:
         each_bytes = load.stored_bytes / load.requests
-        played = seconds_per_batch(Pipeline(
+        played = play(Pipeline(
             requests_per_batch=load.requests, in_flight=max(1, int(min(network.requests_in_flight, most))),
             batches_ahead=network.batches_ahead, latency_seconds=network.latency_seconds,
             latency_deviation_seconds=network.latency_deviation_seconds,
             transfer_seconds=each_bytes / network.bandwidth_bytes_per_second,
             line_seconds=each_bytes * ranks / network.total_bandwidth_bytes_per_second,
             admission_seconds=ranks / network.requests_per_second, decode_seconds=seconds["CPU"] / load.requests,
+            batches=access.epoch_batches,
         ))  # fmt: skip
-        slowest = max(seconds, key=lambda bound: seconds[bound])
-        if played is not None and played > seconds[slowest]:
-            seconds["slow requests" if played > _WAITED_FOR * seconds[slowest] else slowest] = played
-    if load.windows:
-        slowest = max(seconds, key=lambda bound: seconds[bound])
+    slowest = max(seconds, key=lambda bound: seconds[bound])
+    if played is not None:
+        waited = played.waited_seconds
+        if (each := played.seconds_per_batch) > seconds[slowest]:
+            seconds["slow requests" if each > _WAITED_FOR * seconds[slowest] else slowest] = each
+    elif load.windows:
         seconds[slowest] += max(0.0, fetching + load.assembling_seconds - seconds[slowest]) / load.windows
-    return tuple(sorted(seconds.items(), key=lambda item: -item[1])), in_flight, most
+    elif load.requests:  # the first batch takes a request, whatever is read meanwhile
+        waited = max(0.0, network.latency_seconds - seconds[slowest])
+    return tuple(sorted(seconds.items(), key=lambda item: -item[1])), waited, in_flight, most
 
 
 _BATCH_REQUESTS, _ARRAY_REQUESTS, _PIECE_REQUESTS = 4.5, 0.7, 0.075
@@ -393,6 +404,8 @@ class Pipeline:
     """Between requests that the store admits."""
     decode_seconds: float
     """Of what a request brings, by all decoding threads together."""
+    batches: int
+    """Of an epoch."""
 
 
 @cache
@@ -402,12 +415,21 @@ def _normals() -> tuple[float, ...]:
     return tuple(draw.normalvariate(0, 1) for _ in range(_MOST_REQUESTS))
 
 
-def seconds_per_batch(pipeline: Pipeline) -> float | None:
-    """Between two batches handed over, once the pipeline is full; None where a batch has too many requests to play."""
+class Played(NamedTuple):
+    """How fast a pipeline hands batches over."""
+
+    seconds_per_batch: float
+    """Between two of them, once it is full."""
+    waited_seconds: float
+    """That an epoch takes longer than as many of them, since it begins with an empty pipeline."""
+
+
+def play(pipeline: Pipeline) -> Played | None:
+    """The pipeline from its first request on; None where a batch has too many requests to play."""
     size, ahead = max(1, round(pipeline.requests_per_batch)), pipeline.batches_ahead
-    filling = 2 * (1 + ahead)
+    filled = 2 * (1 + ahead)  # so many batches after the first
     batches = _MOST_REQUESTS // size
-    if batches - filling < max(_LEAST_BATCHES, filling):
+    if batches - filled < max(_LEAST_BATCHES, filled):
         return None
     mean, deviation = pipeline.latency_seconds, pipeline.latency_deviation_seconds
     latencies: Iterator[float] = itertools.repeat(mean)
@@ -431,6 +453,6 @@ def seconds_per_batch(pipeline: Pipeline) -> float | None:
             decoded = max(decoded, begun) + pipeline.decode_seconds
             ready = max(ready, arrived, decoded)
         handed.append(ready)
-    timed = handed[-1] - handed[filling - 1]
+    each, count = (handed[-1] - handed[filled - 1]) / (batches - filled), min(batches, pipeline.batches)
     # A batch has a whole number of requests only here.
-    return timed / (batches - filling) * pipeline.requests_per_batch / size
+    return Played(each * pipeline.requests_per_batch / size, max(0.0, handed[count - 1] - count * each))

@@ -354,12 +354,11 @@ def _shards(case: Case) -> Iterator[str]:
 def _epoch(case: Case) -> Iterator[str]:
     chosen, access = case.chosen, case.access
     ranks = f" on {access.ranks} ranks" if access.ranks > 1 else ""
-    seconds = chosen.seconds_per_batch * access.rank_samples / access.batch_size
     price = "" if chosen.price_per_epoch is None else f", for {format_price(chosen.price_per_epoch)}"
     yield (
         f"an epoch of {plural(access.epoch_samples, 'sample')}{ranks}: "
         f"{plural(chosen.requests_per_epoch, 'request')} and {format_bytes(chosen.stored_bytes_per_epoch)} in "
-        f"{format_seconds(seconds)}{price}; the store holds {format_bytes(chosen.stored_bytes)}"
+        f"{format_seconds(chosen.seconds_per_epoch)}{price}; the store holds {format_bytes(chosen.stored_bytes)}"
     )
 
 

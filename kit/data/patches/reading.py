@@ -227,9 +227,10 @@ def _measure(config: Config, seconds: float) -> MeasuredReading:
     size = config.loader.batch_size
     asked = sum(cost.requests_made_per_batch for cost in costs) / size
     asked_later = asked if left_out is None else requests_after(config, dataset, left_out + 1)
-    seconds_per_batch = sum(cost.seconds_per_batch for cost in costs)
-    if left_out is None and config.data.order != "block":  # a first batch takes a request, whatever is read meanwhile
-        seconds_per_batch += max(0.0, config.chunking.latency_seconds - seconds_per_batch) / len(loader)
+    if left_out is None:
+        seconds_per_batch = sum(cost.seconds_per_epoch for cost in costs) / len(loader)
+    else:
+        seconds_per_batch = sum(cost.seconds_per_batch for cost in costs)
     try:
         pace = _pace(loader, left_out, seconds)
         mixing, (opened, reason) = loader.mixing, loader.open_requests
