@@ -1,21 +1,20 @@
-"""CallTimer: a call made again with tensors of its own, and timed: repeats, a median, a watch over the machine.
+"""ReadyCall: a call that is made again with tensors of its own, and timed; and a watch over the machine meanwhile.
 
 Tensors get numbers from 0.5 to 1.5, so that no logarithm or root fails and nothing underflows; whole numbers stay
-within what they index. Sets of arguments take turns, together more than a cache holds, as in a step: weights, the
-optimizer's state and what a backward pass reads were last used half a step before or longer. Results take turns
-likewise, in memory that is kept, so that no call waits for pages. What cannot be made again (a generator's state, a
-handle) is not timed. Known limit: numbers without zeros. A CPU's square root of zeros takes five times as long, as an
-optimizer has them of an embedding's rows that no batch reached.
+within what they index. Sets of arguments take turns, and so do results, in memory that is kept: no call waits for
+pages. What cannot be made again (a generator's state, a handle) is not timed. Known limit: numbers without zeros. A
+CPU's square root of zeros takes five times as long, as an optimizer has them of an embedding's rows that no batch
+reached.
 
-A time is the median of several repeats, as a step is too long for the fastest moments of a host; how fast the host is
-meanwhile is asked beside it (`kit.trial.meters.CpuPace`). `OtherLoad` tells how many cores other programs used: a table
-taken beside them is not kept.
+On a CPU a call is made once at a time, among others (`kit.speed.timing_job`), as its code and its numbers are in no
+cache after these: a small convolution takes twice as long as one that follows itself. Kernels of a GPU are put into
+a queue, so there as many follow each other as hide the wait for the last. `OtherLoad` tells how many cores other
+programs used: a table taken beside them is not kept.
 """
 
 from __future__ import annotations
 
 import itertools
-import statistics
 import time
 from collections import deque
 from collections.abc import Callable
@@ -28,66 +27,69 @@ from kit.machine.processes import cpu_seconds
 from kit.memory.replay.calls import OperatorCall, TensorSpec
 
 CACHE_BYTES, MOST_SETS, LEAST_BYTES = 64 << 20, 64, 1 << 16
-_LEAST_REPEATS, _MOST_REPEATS = 3, 60
-_CALL_SECONDS, _SAMPLE_SECONDS = 0.06, 2e-4
+_SAMPLE_SECONDS, _MOST_QUEUED = 2e-4, 2000
 _MOST_BYTES, _DRAWN = 4 << 30, 1 << 20
 _BYTE = 0x3F
 """Four of them are the float 0.75. What a recurrent kernel keeps for its backward pass is given as bytes, and most
 others read as numbers too small for a processor to be fast with."""
-LONG_SECONDS = 1.0
 
 
-def time_call(call: OperatorCall, device: torch.device, seconds: float = _CALL_SECONDS) -> float | None:
-    """Seconds of one call; None where it cannot be made.
+class ReadyCall:
+    """A call with its arguments.
 
     Args:
         call: What to make.
         device: Where.
-        seconds: To spend on it, at least three repeats; one alone of what takes longer than `LONG_SECONDS`.
+        sets: Of arguments that take turns; one of what is so small that a cache keeps it anyway.
     """
-    size = sum(spec.bytes for spec in (*call.inputs, *call.outputs))
-    if size > _MOST_BYTES or not call.operator.startswith("aten::"):
-        return None
-    try:
-        function = _function(call.operator)
-        read = sum(spec.bytes for spec in call.inputs)
-        sets = 1 if size < LEAST_BYTES else max(1, min(MOST_SETS, -(-CACHE_BYTES // max(read, 1))))
+
+    def __init__(self, call: OperatorCall, device: torch.device, sets: int = 1) -> None:
+        self._function, self._device = _function(call.operator), device
+        sets = 1 if bytes_of(call) < LEAST_BYTES else max(1, min(MOST_SETS, sets))
         given = [_arguments(call, device)]
         given += [_copied(given[0]) for _ in range(sets - 1)]
-        with torch.no_grad():
-            return _timed(function, given, device, seconds)
-    except Exception:  # whatever an operator refuses
-        return None
+        self._turns = itertools.cycle(given)
+        self._results: deque[Any] = deque(maxlen=sets)  # the next result goes where no cache has numbers
+        self._times = 1
+        self.first_seconds = self.seconds()
+        """The first time, in which its kernel is prepared."""
+        if device.type == "cuda":
+            once = self.seconds()
+            hiding = sets if once < 0.01 else 1
+            self._times = max(hiding, min(_MOST_QUEUED, int(_SAMPLE_SECONDS / max(once, 1e-7))))
 
+    @classmethod
+    def of(cls, call: OperatorCall, device: torch.device, sets: int = 1) -> ReadyCall | None:
+        """None where it cannot be made again."""
+        if bytes_of(call) > _MOST_BYTES or not call.operator.startswith("aten::"):
+            return None
+        try:
+            with torch.no_grad():
+                return cls(call, device, sets)
+        except Exception:  # whatever an operator refuses
+            return None
 
-def _timed(function: Any, given: list[Any], device: torch.device, seconds: float) -> float:
-    results: deque[Any] = deque(maxlen=len(given))  # the next result goes where no cache has numbers
-    turns = itertools.cycle(given)
-
-    def run(times: int) -> float:
+    def seconds(self) -> float:
+        """Of the call, made now."""
+        function, turns, results = self._function, self._turns, self._results
+        if self._times == 1 and self._device.type == "cpu":
+            args, named = next(turns)
+            began = time.perf_counter()
+            result = function(*args, **named)
+            took = time.perf_counter() - began
+            results.append(result)
+            return took
         began = time.perf_counter()
-        for _ in range(times):
+        for _ in range(self._times):
             args, named = next(turns)
             results.append(function(*args, **named))
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-        return (time.perf_counter() - began) / times
+        torch.cuda.synchronize(self._device)
+        return (time.perf_counter() - began) / self._times
 
-    first = run(1)
-    if first > LONG_SECONDS:  # a large product in a number format that this processor only emulates
-        return first
-    began = time.perf_counter()
-    for _ in given:  # until results have their memory; also of a single set, as the first call prepares its kernel
-        first = min(first, run(1))
-        if time.perf_counter() - began > seconds:
-            break
-    queued = len(given) if device.type == "cuda" and first < 0.01 else 1  # as many as hide the wait for the last
-    times = max(queued, min(2000, int(_SAMPLE_SECONDS / max(first, 1e-7))))
-    found: list[float] = []
-    began = time.perf_counter()
-    while len(found) < _LEAST_REPEATS or (len(found) < _MOST_REPEATS and time.perf_counter() - began < seconds):
-        found.append(run(times))
-    return statistics.median(found)
+
+def bytes_of(call: OperatorCall) -> int:
+    """Of all that it reads and writes."""
+    return sum(spec.bytes for spec in (*call.inputs, *call.outputs))
 
 
 def _function(operator: str) -> Any:
@@ -184,6 +186,3 @@ class OtherLoad:
             wall = max(time.monotonic() - self._wall, 1e-6)
             busy, own = cpu_seconds()
             self.cores = max(0.0, (busy - self._busy - self._total(sum(own.values()) - self._own)) / wall)
-
-
-Timer = Callable[[OperatorCall], float | None]

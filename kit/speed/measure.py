@@ -2,7 +2,8 @@
 
 It is kept below the folder of the runs, by device, threads and the versions of torch and Lightning. A table starts with
 the calls of a few small modules and the cost of the host (about a minute). A step whose calls are not in it has those
-timed that weigh most, for some seconds. All of that runs in a process of its own, never in the kernel.
+timed that weigh most, among all the others, for some seconds. All of that runs in a process of its own, never in the
+kernel.
 
 Ranks that train together slow each other, so for several of them the calls are timed by as many at once (on a CPU by no
 more than it has cores for, and slowed in proportion), in a table of their own. It starts as that of one rank, slowed as
@@ -155,7 +156,11 @@ def _grown(
         missing = [] if asked is None else _missing(asked, known)
         if missing:
             _keep(path, known)
-            new = _measured(config, resolved, dataclasses.replace(known, busy_cores=0.0), missing, seconds, host=False)
+            assert asked is not None
+            order = [asked.calls[place] for place in asked.call]
+            new = _measured(
+                config, resolved, dataclasses.replace(known, busy_cores=0.0), missing, seconds, host=False, order=order
+            )
             if new.busy_cores <= BUSY_CORES < known.busy_cores and (written := _read(path)):
                 _write(path, written.with_calls({call: new.measured[call] for call in missing if call in new.measured}))
             known = dataclasses.replace(new, busy_cores=max(new.busy_cores, known.busy_cores))
@@ -254,7 +259,7 @@ def _path(config: Config, resolved: Resolved) -> Path:
     return runs_folder(config.trial.folder) / ".calls" / f"{key}.json"
 
 
-_FORMAT = 5
+_FORMAT = 6
 
 
 def _read(path: Path) -> CostTable | None:
@@ -284,11 +289,12 @@ def _write(path: Path, table: CostTable) -> None:
 
 def _measured(
     config: Config, resolved: Resolved, table: CostTable, calls: Sequence[OperatorCall], seconds: float, *, host: bool,
-    each: bool = False,
+    each: bool = False, order: Sequence[OperatorCall] = (),
 ) -> CostTable:  # fmt: skip
     """The table with these calls and, where asked, the cost of the host.
 
-    With `each`, however long that takes; else the first of them, until the seconds are over.
+    They are timed among all those of a step in its `order`. With `each`, however long that takes; else the first of
+    them, until the seconds are over.
     """
     limit = (HOST_LIMIT_SECONDS if host else 0.0) + 2 * seconds + 60.0
     # Page faults come and go with all that was allocated before, so a call is timed without any.
@@ -299,7 +305,11 @@ def _measured(
         paths.marker.touch()
         timing = {"seconds": seconds, "host": host, "each": each, "pace_seconds": table.pace_seconds}
         task = {"job": "time_calls", "timing": timing, "removed": "when lost"}
-        payload = {"calls": [call.to_json() for call in calls], "cells": {}}
+        numbers = {call: number for number, call in enumerate(dict.fromkeys([*order, *calls]))}
+        payload = {
+            "calls": [call.to_json() for call in numbers], "order": [numbers[call] for call in order or calls],
+            "wanted": [numbers[call] for call in calls], "cells": {},
+        }  # fmt: skip
         write_run(paths, json.dumps(quick.values()), cloudpickle.dumps(payload), {**environment_of(resolved), **task})
         trial = Trial(paths, quick)
         trial.submit()

@@ -1,15 +1,19 @@
 """The job that measures what calls cost on this machine's device, in a process of its own.
 
+On a CPU the calls of a step are played in its order, as its code and its numbers are in no cache when a call's turn
+comes; each at a few of its places, again and again, so that no moment in which the machine stood still decides. What
+Python takes to make a call that does nothing is not a call's. A step that holds too much memory is played in parts.
+
 The costs of the host come from tiny modules of kit's own, each trained for some steps by the same Trainer as in a
 trial: what a phase of a step takes beyond its calls is modules and hooks in Python, autograd's graph, the optimizer's
 loop. Least squares give seconds for each call of a phase and for each batch; what no phase has is the Trainer's:
 
     phase - calls = per_call × calls + per_batch
 
-How fast a CPU is changes within seconds on a shared host, so it is asked before and after each call, and costs are
-those of its fastest. Several ranks time the same calls at once, since they share caches, memory and power; rank 0 tells
-its figures. What joins them is timed by sums over all ranks of several sizes, which take turns so that none finds its
-numbers in a cache, and fitted:
+How fast a CPU is changes within seconds on a shared host, so it is asked every few calls, and costs are those of its
+fastest. Several ranks time the same calls at once, since they share caches, memory and power; rank 0 tells its figures.
+What joins them is timed by sums over all ranks of several sizes, which take turns so that none finds its numbers in a
+cache, and fitted:
 
     all-reduce of S bytes = 2 (n - 1) × latency + 2 (n - 1) / n × S / bytes per second
 
@@ -27,6 +31,7 @@ import math
 import operator
 import statistics
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, cast
@@ -45,9 +50,9 @@ from kit.machine.machine import hardware
 from kit.machine.processes import MOST_SLOWNESS, slowed
 from kit.memory.record.dry_run import DryRun, record
 from kit.memory.record.fakes import is_emulated
-from kit.memory.replay.calls import OperatorCall
+from kit.memory.replay.calls import OperatorCall, TensorSpec
 from kit.memory.replay.replay import PHASES
-from kit.speed.call_timer import OtherLoad, time_call
+from kit.speed.call_timer import CACHE_BYTES, OtherLoad, ReadyCall, bytes_of
 from kit.speed.operators import step_of
 from kit.speed.work import work_of
 from kit.train.rendezvous import open_store
@@ -63,8 +68,18 @@ RESULT = "calls.json"
 _STEPS, _SKIPPED = 14, 4
 _MODULE_SECONDS = 4.0
 _SAMPLES = 4096
-_CALL_SECONDS, _LEAST_MOVED = 0.04, 1 << 20
-_SLOW, _ROUNDS = 1.1, 3
+_LEAST_MOVED = 1 << 20
+_PLACES = 8
+"""Of a call in a step, at which it is played."""
+_LEAST_ROUNDS, _MOST_ROUNDS, _ENOUGH = 4, 24, 8
+"""Enough are so many at the CPU's fastest."""
+_PART_BYTES, _LONG_SECONDS = 1 << 30, 1.0
+_SLOW, _PACE_EVERY, _PACE_WORK = 1.1, 64, 2e8
+"""The pace is asked after so many calls, or so many operations and four times the bytes."""
+_ONE = TensorSpec((1,), "float32")
+_NOTHING = OperatorCall("aten::detach", (_ONE,), (), (_ONE,))
+"""What it takes is Python's, which a step hardly spends on its calls."""
+_NOTHING_EVERY, _LEAST_SECONDS = 16, 2e-7
 _TOO_SLOW = 2.5
 """From here on what calls take at the fastest is a guess: predictions from a table of 3.8 were 27 % off, not 7."""
 _REPEATED, _CHECKPOINTED_STEPS = (2, 40), 100
@@ -80,20 +95,24 @@ def time_calls(context: Context) -> None:
     task = context.environment["timing"]
     gpu = context.environment["accelerator"] == "gpu"
     device = torch.device("cuda", context.rank) if gpu else torch.device("cpu")
-    sent = [OperatorCall.of(value) for value in cloudpickle.loads(context.paths.payload.read_bytes())["calls"]]
+    payload = cloudpickle.loads(context.paths.payload.read_bytes())
+    sent = [OperatorCall.of(value) for value in payload["calls"]]
+    wanted = [sent[place] for place in payload["wanted"]]
+    order = wanted if gpu else [sent[place] for place in payload["order"]]  # what comes between is nothing to a GPU
     link: dict[str, float] = {}
     host: dict[str, float] = {}
     with _met(context, device) as total, OtherLoad(total) as others:
         of_first = partial(_of_first, context.rank) if context.world_size > 1 else operator.call
         timed = TimedCalls(CpuPace(device, fastest_seconds=float(task["pace_seconds"])), of_first)
-        timed.time(sent, device, float(task["seconds"]), each=task["each"])
+        timed.time(order, device, float(task["seconds"]), each=task["each"])
         if task["host"]:
             host = _host_costs(context, device, timed)
         if context.world_size > 1:
             link = _link(context.world_size, device)
     if context.rank:
         return
-    calls = [[call.to_json(), seconds] for call, seconds in timed.at_fastest().items()]
+    found, kept = timed.at_fastest(), set(wanted)
+    calls = [[call.to_json(), seconds] for call, seconds in found.items() if task["host"] or call in kept]
     result = {
         "calls": calls, "host": host, "link": link, "others": max(others.cores, timed.lost_cores()),
         "slowness": timed.slowness, "pace_seconds": timed.pace.fastest_seconds,
@@ -190,43 +209,80 @@ class TimedCalls:
     pace: CpuPace
     of_first: Callable[[Callable[[], float]], float] = operator.call
     """What the first rank finds, told to all of them."""
-    seconds: dict[OperatorCall, float] = dataclasses.field(default_factory=dict)
-    pace_seconds: dict[OperatorCall, float] = dataclasses.field(default_factory=dict)
-    """In the moment that the seconds are of."""
+    samples: dict[OperatorCall, list[tuple[float, float]]] = dataclasses.field(default_factory=dict)
+    """(seconds, pace meanwhile) of each time that a call was made."""
     each_pace_seconds: list[float] = dataclasses.field(default_factory=list)
     """In each moment."""
 
-    def time(self, calls: Sequence[OperatorCall], device: torch.device, seconds: float, *, each: bool = False) -> None:
-        """Each call that can be timed, or the first until the time is up.
+    def time(self, order: Sequence[OperatorCall], device: torch.device, seconds: float, *, each: bool = False) -> None:
+        """Each call that can be made again, or those of the first parts until the time is up.
 
-        Those timed while the CPU was slower than at its fastest are timed again, twice at most, in the time that is
-        left.
+        Args:
+            order: The calls as a step makes them.
+            device: Where.
+            seconds: To spend; each part is played a few times at least.
+            each: Whether to begin with all parts, however long that takes.
         """
-        ends, share = time.perf_counter() + seconds, max(0.004, min(_CALL_SECONDS, seconds / max(1, len(calls))))
-        left = list(calls)
-        for _ in range(_ROUNDS):
-            for call in left:
-                over = self.of_first(lambda: float(time.perf_counter() > ends))
-                if over and not (each and call not in self.pace_seconds):
+        ends, parts = time.perf_counter() + seconds, _parts(order, device)
+        for place, part in enumerate(parts):
+            over = self.of_first(lambda: float(time.perf_counter() > ends))
+            if over and not each:
+                return
+            share = (ends - time.perf_counter()) / (len(parts) - place)
+            self._play(part, device, time.perf_counter() + share)
+
+    def _play(self, order: Sequence[OperatorCall], device: torch.device, ends: float) -> None:
+        """These again and again, until the time is up or enough rounds were at the CPU's fastest."""
+        read = sum(spec.bytes for call in dict.fromkeys(order) for spec in call.inputs)
+        ready: dict[OperatorCall, ReadyCall] = {}
+        for call in dict.fromkeys(order):
+            one = ReadyCall.of(call, device, -(-CACHE_BYTES // max(read, 1)))
+            first_seconds = self.of_first(partial(getattr, one, "first_seconds", 0.0))
+            if first_seconds > _LONG_SECONDS:  # a large product in a format that this processor only emulates
+                pace = self.of_first(self.pace.seconds)
+                self.samples.setdefault(call, []).append((first_seconds, self._pace_of(pace, pace)))
+            elif one is not None:
+                ready[call] = one
+        if device.type == "cpu":
+            ready[_NOTHING] = ReadyCall(_NOTHING, device)
+        segments = [  # as many on each rank, whatever is ready there
+            [(ready[call], self.samples.setdefault(call, [])) for call in segment if call in ready]
+            for segment in _segments(order, device)
+        ]
+
+        fast = 0.0
+        with torch.no_grad():
+            self._round(segments)  # some results have no memory yet
+            for played in range(1, _MOST_ROUNDS if segments else 1):
+                if played >= _LEAST_ROUNDS and (
+                    fast >= _ENOUGH or self.of_first(lambda: float(time.perf_counter() > ends))
+                ):
                     return
-                before = self.of_first(self.pace.seconds)
-                took = time_call(call, device, share)
-                after = self.of_first(self.pace.seconds)
-                self.pace.fastest_seconds = min(self.pace.fastest_seconds, before, after)
-                during = self._pace_of(before, after)
-                self.each_pace_seconds.append(during)
-                if took is not None and during <= self.pace_seconds.get(call, math.inf):
-                    self.seconds[call] = took
-                self.pace_seconds[call] = min(during, self.pace_seconds.get(call, math.inf))
-            left = [call for call in calls if self._is_slow(self.pace_seconds[call])]
+                paces = self._round(segments, counts=True)
+                fast += sum(self.pace.slowness(pace) <= _SLOW for pace in paces) / len(paces)
+
+    def _round(
+        self, segments: Sequence[Sequence[tuple[ReadyCall, list[tuple[float, float]]]]], *, counts: bool = False
+    ) -> list[float]:
+        """Each call once in its place; the paces meanwhile."""
+        before, paces = self.of_first(self.pace.seconds), []
+        for segment in segments:
+            took = [call.seconds() for call, _ in segment]
+            after = self.of_first(self.pace.seconds)
+            self.pace.fastest_seconds = min(self.pace.fastest_seconds, before, after)
+            during, before = self._pace_of(before, after), after
+            paces.append(during)
+            if counts:
+                for (_, samples), seconds in zip(segment, took, strict=True):
+                    samples.append((seconds, during))
+        if counts:
+            self.each_pace_seconds += paces
+        return paces
 
     def _pace_of(self, *seconds: float) -> float:
         """Of moments, but of those in which this process stood still: a product waits for a core, the next call not."""
         most = MOST_SLOWNESS * self.pace.fastest_seconds if self.pace.is_known else math.inf
         return statistics.fmean([one for one in seconds if one <= most] or [most])
-
-    def _is_slow(self, pace_seconds: float) -> bool:
-        return self.pace.slowness(pace_seconds) > _SLOW
 
     @property
     def slowness(self) -> float:
@@ -237,30 +293,76 @@ class TimedCalls:
     def lost_cores(self) -> float:
         """Cores that the machine had less while these calls were timed, where that was so many that what they take at
         its fastest is a guess; else 0."""
-        whole = sum(self.seconds.values())
+        every = [sample for found in self.samples.values() for sample in found]
+        whole = sum(seconds for seconds, _ in every)
         if not whole:
             return 0.0
-        slownesses = {call: self.pace.slowness(self.pace_seconds[call]) for call in self.seconds}
-        mean = sum(seconds * slownesses[call] for call, seconds in self.seconds.items()) / whole
+        mean = sum(seconds * self.pace.slowness(pace) for seconds, pace in every) / whole
         return torch.get_num_threads() * (1 - 1 / slowed(mean)) if mean > _TOO_SLOW else 0.0
 
     def at_fastest(self) -> dict[OperatorCall, float]:
-        """What they take at the CPU's fastest, which changes little of what memory takes.
+        """What they take at the CPU's fastest, which changes little of what memory takes, without making them.
 
             seconds ÷ slowed(slowness, computing),   computing = 1 - bytes ÷ bandwidth ÷ seconds
 
         The bandwidth is that of the fastest copies and sums of much memory among them.
         """
-        works = {call: work_of(call) for call in self.seconds}
+        made = {call: found for call, found in self.samples.items() if found}
+        works = {call: work_of(call) for call in made}
         bandwidth = max((
-            work.bytes / self.seconds[call] for call, work in works.items()
-            if work.kind in ("elementwise", "copy") and work.bytes > _LEAST_MOVED
+            works[call].bytes / statistics.median(seconds for seconds, _ in found) for call, found in made.items()
+            if works[call].kind in ("elementwise", "copy") and works[call].bytes > _LEAST_MOVED
         ), default=math.inf)  # fmt: skip
-        found = {}
-        for call, seconds in self.seconds.items():
-            computing = max(0.0, 1 - works[call].bytes / bandwidth / seconds)
-            found[call] = seconds / slowed(self.pace.slowness(self.pace_seconds[call]), computing)
-        return found
+
+        def seconds_of(call: OperatorCall) -> float:
+            moving = works[call].bytes / bandwidth
+            return statistics.median(
+                seconds / slowed(self.pace.slowness(pace), max(0.0, 1 - moving / seconds))
+                for seconds, pace in made[call]
+            )
+
+        making = seconds_of(_NOTHING) if _NOTHING in made else 0.0
+        return {call: max(_LEAST_SECONDS, seconds_of(call) - making) for call in made if call != _NOTHING}
+
+
+def _parts(order: Sequence[OperatorCall], device: torch.device) -> list[list[OperatorCall]]:
+    """The order cut into parts whose calls hold no more than so much memory, each call at a few of its places.
+
+    Of a GPU each call is a part of its own.
+    """
+    alone = device.type == "cuda"
+    most, size = 1 if alone else _PLACES, 0
+    counts, met = Counter(order), Counter[OperatorCall]()
+    found: list[list[OperatorCall]] = []
+    part_of: dict[OperatorCall, list[OperatorCall]] = {}
+    for call in order:
+        place, count = met[call], counts[call]
+        met[call] += 1
+        if place == 0:
+            size += bytes_of(call)
+            if not found or alone or size > _PART_BYTES:
+                found.append([])
+                size = bytes_of(call)
+            part_of[call] = found[-1]
+        if place == 0 or place * most // count > (place - 1) * most // count:
+            part_of[call].append(call)
+    return found
+
+
+def _segments(order: Sequence[OperatorCall], device: torch.device) -> list[list[OperatorCall]]:
+    """Cut where the pace is asked, which is the same on all ranks; with a call that does nothing among them."""
+    found: list[list[OperatorCall]] = []
+    spent, works = 0.0, {call: work_of(call) for call in dict.fromkeys(order)}
+    for place, call in enumerate(order):
+        work = works[call]
+        if not found or spent > _PACE_WORK or len(found[-1]) >= _PACE_EVERY:
+            found.append([])
+            spent = 0.0
+        found[-1].append(call)
+        spent += work.flops + 4 * work.bytes
+        if device.type == "cpu" and place % _NOTHING_EVERY == 0:
+            found[-1].append(_NOTHING)
+    return found
 
 
 def _host_costs(context: Context, device: torch.device, timed: TimedCalls) -> dict[str, float]:
@@ -275,7 +377,7 @@ def _host_costs(context: Context, device: torch.device, timed: TimedCalls) -> di
     for module, data, precision in (*_typical_modules(device), *tiny):
         given = cast(Callable[[], dict[str, Any]], partial(dict, datamodule=data()))
         step = step_of(record(module, given, DryRun(config, precision, 1, kind, capability)))
-        timed.time([call for call in step.calls if call not in timed.seconds], device, _MODULE_SECONDS)
+        timed.time([step.calls[place] for place in step.call], device, _MODULE_SECONDS)
         if (module, data, precision) not in tiny:
             continue
         parts = _part_seconds(context, config, module(), {"datamodule": data()}, precision, timed.pace)

@@ -20,12 +20,12 @@ from kit.memory.replay.calls import OperatorCall, TensorSpec
 from kit.memory.replay.cards import target_of
 from kit.records.row import row_of_trial
 from kit.speed import measure
-from kit.speed.call_timer import _arguments, time_call
+from kit.speed.call_timer import ReadyCall, _arguments
 from kit.speed.cost_table import CostTable
 from kit.speed.links import find_link
 from kit.speed.operators import step_of
 from kit.speed.prediction import predict_speed, speed_beside, speed_of
-from kit.speed.timing_job import TimedCalls
+from kit.speed.timing_job import _NOTHING, TimedCalls, _parts
 from kit.testing import TinyData, TinyModule
 from kit.trial.meters import CpuPace, mean_pace
 
@@ -251,20 +251,20 @@ def calls_of(config):
     return [call for call, work in zip(step.calls, step.call_work, strict=True) if work.kind != "view"]
 
 
-def test_a_call_that_was_timed_while_the_cpu_was_slow_is_timed_again(config):
+def test_each_time_that_a_call_was_made_has_the_pace_of_its_moment(config):
     calls = calls_of(config)[:2]
-    timed = TimedCalls(Planted(2.0, 2.0))
+    timed = TimedCalls(Planted(2.0, 2.0, 2.0))
     timed.time(calls, torch.device("cpu"), 60.0)
-    assert timed.pace_seconds == dict.fromkeys(calls, 1.0)
-    assert timed.each_pace_seconds == [2.0, 1.0, 1.0]
-    assert timed.slowness == 2.0
+    assert timed.each_pace_seconds[:2] == [1.5, 1.0], "before and after; the first round does not count"
+    for call in calls:
+        assert [pace for _, pace in timed.samples[call]] == timed.each_pace_seconds
 
 
 def test_a_moment_in_which_the_machine_stood_still_is_no_pace(config):
     calls = calls_of(config)[:2]
-    timed = TimedCalls(Planted(300.0, 2.0, 1.0, 1.0, 300.0, 300.0))
+    timed = TimedCalls(Planted(1.0, 1.0, 300.0, 2.0, 300.0, 300.0))
     timed.time(calls, torch.device("cpu"), 60.0)
-    assert timed.each_pace_seconds[:3] == [2.0, 1.0, MOST_SLOWNESS], "without that moment, or no longer than slow ones"
+    assert timed.each_pace_seconds[:3] == [2.0, MOST_SLOWNESS, 1.0], "without that moment, or no longer than slow ones"
     assert timed.slowness <= MOST_SLOWNESS
     kept = CostTable("this CPU", {}, pace_seconds=1e-4, slowness=300.0).to_json()
     assert CostTable.of(kept).slowness == MOST_SLOWNESS
@@ -277,18 +277,40 @@ def test_calls_cost_what_they_do_at_the_fastest_but_memory_is_as_fast_as_it_was(
     copy = OperatorCall("aten::clone", (large,), (), (large,))
     square = TensorSpec((64, 64), "float32")
     product = OperatorCall("aten::mm", (square, square), (), (square,))
-    timed = TimedCalls(Planted(), seconds={copy: 0.01, product: 1.0}, pace_seconds={copy: 2.0, product: 2.0})
+    timed = TimedCalls(Planted(), samples={copy: [(0.01, 2.0)], product: [(1.0, 2.0)]})
     found = timed.at_fastest()
     assert found[copy] == pytest.approx(0.01 / slowed(2.0, 0.0))
     assert found[product] == pytest.approx(1.0 / slowed(2.0), rel=1e-3)
     assert found[product] < 0.6
 
 
+def test_a_call_takes_its_median_without_what_it_takes_to_make_one_that_does_nothing():
+    spec = TensorSpec((64, 64), "float32")
+    call = OperatorCall("aten::tanh", (spec,), (), (spec,))
+    took = [(2.0, 1.0), (40.0, 1.0), (3.0, 1.0), (3.0, 1.0), (4.0, 1.0)]  # once the machine stood still
+    timed = TimedCalls(Planted(), samples={call: took, _NOTHING: [(1.0, 1.0)]})
+    assert timed.at_fastest() == {call: pytest.approx(2.0)}
+
+
+def calls_with(*sizes):
+    specs = [TensorSpec((size,), "uint8") for size in sizes]
+    return [OperatorCall("aten::clone", (spec,), (), (spec,)) for spec in specs]
+
+
+def test_a_step_is_played_in_its_order_at_some_places_and_in_parts_that_fit_the_memory():
+    often, once, large = calls_with(64, 8, (1 << 29) - 32)
+    (part,) = _parts([once, *[often] * 100, once], torch.device("cpu"))
+    assert (part[0], part[-1], part.count(once), part.count(often)) == (once, once, 2, 8)
+    assert _parts([often, large, often, once], torch.device("cpu")) == [[often, often], [large, once]]
+    assert _parts([often, once, often], torch.device("cuda")) == [[often], [once]]
+    assert _parts([], torch.device("cpu")) == []
+
+
 @pytest.mark.parametrize(("paces", "lost"), [((2.0, 2.0), 0.0), ((3.0, 1.5), 0.0), ((3.0, 3.0), 1 - 1 / 2.6)])
 def test_what_is_timed_on_cores_that_a_neighbour_took_most_of_counts_as_busy(paces, lost):
     spec = TensorSpec((64, 64), "float32")
     calls = [OperatorCall(f"aten::{name}", (spec,), (), (spec,)) for name in ("tanh", "exp")]
-    timed = TimedCalls(Planted(), seconds=dict.fromkeys(calls, 1.0), pace_seconds=dict(zip(calls, paces, strict=True)))
+    timed = TimedCalls(Planted(), samples={call: [(1.0, pace)] for call, pace in zip(calls, paces, strict=True)})
     assert timed.lost_cores() == pytest.approx(lost * torch.get_num_threads())
     assert TimedCalls(Planted()).lost_cores() == 0
 
@@ -320,7 +342,7 @@ def test_every_call_of_a_step_but_views_can_be_made_again(config):
     step = step_of(predict_memory(config(), TinyModule, TinyData).recording)
     failed = [
         call.operator for call, work in zip(step.calls, step.call_work, strict=True)
-        if work.kind != "view" and time_call(call, torch.device("cpu"), 0.001) is None
+        if work.kind != "view" and ReadyCall.of(call, torch.device("cpu")) is None
     ]  # fmt: skip
     assert failed == []
 
