@@ -153,14 +153,10 @@ def _grown(
         elif known is None:
             assert alone is not None
             known = _beside(config, resolved, alone)
-        missing = [] if asked is None else _missing(asked, known)
-        if missing:
+        if asked is not None and (missing := _missing(asked, known)):
             _keep(path, known)
-            assert asked is not None
-            order = [asked.calls[place] for place in asked.call]
-            new = _measured(
-                config, resolved, dataclasses.replace(known, busy_cores=0.0), missing, seconds, host=False, order=order
-            )
+            quiet = dataclasses.replace(known, busy_cores=0.0)
+            new = _measured(config, resolved, quiet, missing, seconds, host=False, order=asked.order)
             if new.busy_cores <= BUSY_CORES < known.busy_cores and (written := _read(path)):
                 _write(path, written.with_calls({call: new.measured[call] for call in missing if call in new.measured}))
             known = dataclasses.replace(new, busy_cores=max(new.busy_cores, known.busy_cores))

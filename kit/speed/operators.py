@@ -58,6 +58,11 @@ class StepOperators:
         """(calls,) what each call does."""
         return tuple(map(work_of, self.calls))
 
+    @property
+    def order(self) -> list[OperatorCall]:
+        """(operators,) the call that each makes, as a step makes them."""
+        return [self.calls[number] for number in self.call]
+
     @cached_property
     def counts(self) -> NDArray[np.int64]:
         """(calls,) how often each is made in a step."""

@@ -377,7 +377,7 @@ def _host_costs(context: Context, device: torch.device, timed: TimedCalls) -> di
     for module, data, precision in (*_typical_modules(device), *tiny):
         given = cast(Callable[[], dict[str, Any]], partial(dict, datamodule=data()))
         step = step_of(record(module, given, DryRun(config, precision, 1, kind, capability)))
-        timed.time([step.calls[place] for place in step.call], device, _MODULE_SECONDS)
+        timed.time(step.order, device, _MODULE_SECONDS)
         if (module, data, precision) not in tiny:
             continue
         parts = _part_seconds(context, config, module(), {"datamodule": data()}, precision, timed.pace)

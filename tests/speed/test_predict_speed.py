@@ -258,6 +258,7 @@ def test_each_time_that_a_call_was_made_has_the_pace_of_its_moment(config):
     assert timed.each_pace_seconds[:2] == [1.5, 1.0], "before and after; the first round does not count"
     for call in calls:
         assert [pace for _, pace in timed.samples[call]] == timed.each_pace_seconds
+    assert TimedCalls(Planted(), each_pace_seconds=[2.0, 1.0, 1.0]).slowness == 2.0
 
 
 def test_a_moment_in_which_the_machine_stood_still_is_no_pace(config):
