@@ -30,33 +30,20 @@ Known error: resources are taken to overlap perfectly, which is optimistic near 
 every request to take its mean. Retries are not counted. `benchmarks/layouts.py` sets predictions beside measurements.
 
 A store that exists, and the best few layouts of a plan, are priced by what batches ask of them, played through with
-their offsets (`kit.data.stream.expected`). Where these batches have few requests, a pipeline is played out request by
-request, because batches are handed over in order and one slow request delays its batch and the start of a later one:
-
-    a request begins when a slot is free, its batch was allowed to begin, and the store's rate admits it
-    it ends after a latency of its own and its transfer, not before the line and the decoder have kept up
-    a batch ends with the last of its requests, and is handed over after the one before it
-    batch k begins when batch k - 1 - batches_ahead was handed over, or at once
-
-Latencies are lognormal with the mean and standard deviation of the network (the maximum of n of them depends on both),
-drawn with a fixed seed, so that the same arguments give the same answer. Line and decoder serve requests in the order
-in which these began. The pipeline is never faster than the slowest resource alone, but for an error of about 5 % from
-the draw. It begins empty, as an epoch does; a batch's seconds are those once it is full.
+their offsets (`kit.data.stream.expected`). Where these batches have few requests, a pipeline of them is played out
+request by request (`kit.chunks.requests`).
 """
 
 from __future__ import annotations
 
-import heapq
-import itertools
 import math
-import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import astuple, dataclass
-from functools import cache
-from typing import Literal, NamedTuple
+from typing import Literal
 
 from kit.chunks.access import Access, Window, fit_window
 from kit.chunks.geometry import Axis
+from kit.chunks.requests import Pipeline, play
 from kit.chunks.resources import HOLES_SHARE, KEPT_AT_ONCE, READY_TOO, TRANSIENT_SHARE, Host, Network, Prices
 from kit.chunks.sharing import Fetches, ReadingOrder, fetches, reading_of
 
@@ -375,84 +362,3 @@ def balanced_ratio(access: Access, network: Network) -> float:
     fastest exactly when a patch holds latency × bandwidth bytes. Chunks shared within a batch and edges are left out.
     """
     return float((network.break_even_bytes / access.patch_bytes) ** (1 / (access.free_dimensions + 1)))
-
-
-_MOST_REQUESTS = 4000
-"""Played, which takes some 10 ms."""
-_LEAST_BATCHES = 6
-"""That are timed."""
-_SEED = 20
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Pipeline:
-    """What batches go through, on one rank; infinity stands for no limit."""
-
-    requests_per_batch: float
-    in_flight: int
-    """Requests open at once, at most."""
-    batches_ahead: int
-    latency_seconds: float
-    """Mean time to the first byte."""
-    latency_deviation_seconds: float
-    """Its standard deviation."""
-    transfer_seconds: float
-    """Of a request on its own connection."""
-    line_seconds: float
-    """Of a request on the line that all share."""
-    admission_seconds: float
-    """Between requests that the store admits."""
-    decode_seconds: float
-    """Of what a request brings, by all decoding threads together."""
-    batches: int
-    """Of an epoch."""
-
-
-@cache
-def _normals() -> tuple[float, ...]:
-    """As many as are played, always the same."""
-    draw = random.Random(_SEED)
-    return tuple(draw.normalvariate(0, 1) for _ in range(_MOST_REQUESTS))
-
-
-class Played(NamedTuple):
-    """How fast a pipeline hands batches over."""
-
-    seconds_per_batch: float
-    """Between two of them, once it is full."""
-    waited_seconds: float
-    """That an epoch takes longer than as many of them, since it begins with an empty pipeline."""
-
-
-def play(pipeline: Pipeline) -> Played | None:
-    """The pipeline from its first request on; None where a batch has too many requests to play."""
-    size, ahead = max(1, round(pipeline.requests_per_batch)), pipeline.batches_ahead
-    filled = 2 * (1 + ahead)  # so many batches after the first
-    batches = _MOST_REQUESTS // size
-    if batches - filled < max(_LEAST_BATCHES, filled):
-        return None
-    mean, deviation = pipeline.latency_seconds, pipeline.latency_deviation_seconds
-    latencies: Iterator[float] = itertools.repeat(mean)
-    if mean > 0 and deviation > 0:
-        variance = math.log1p((deviation / mean) ** 2)
-        middle, spread = math.log(mean) - variance / 2, math.sqrt(variance)
-        latencies = (math.exp(middle + spread * drawn) for drawn in _normals())
-    slots = [0.0] * pipeline.in_flight
-    handed: list[float] = []
-    admitted = line = decoded = 0.0
-    for batch in range(batches):
-        oldest = batch - 1 - ahead
-        allowed = handed[oldest] if oldest >= 0 else 0.0
-        ready = handed[-1] if handed else 0.0
-        for latency in itertools.islice(latencies, size):
-            begun = max(slots[0], allowed, admitted)
-            admitted = begun + pipeline.admission_seconds
-            line = max(line, begun) + pipeline.line_seconds
-            arrived = max(begun + latency + pipeline.transfer_seconds, line)
-            heapq.heapreplace(slots, arrived)
-            decoded = max(decoded, begun) + pipeline.decode_seconds
-            ready = max(ready, arrived, decoded)
-        handed.append(ready)
-    each, count = (handed[-1] - handed[filled - 1]) / (batches - filled), min(batches, pipeline.batches)
-    # A batch has a whole number of requests only here.
-    return Played(each * pipeline.requests_per_batch / size, max(0.0, handed[count - 1] - count * each))

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from properties import examples
 
-from kit.chunks.cost import Pipeline, play
+from kit.chunks.requests import Pipeline, play
 
 
 def pipeline(**changes):
