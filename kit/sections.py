@@ -479,6 +479,12 @@ class Chunking(Section):
         0.012, "For the plan: standard deviation of the latency. A batch waits for its slowest request.",
         unit="seconds", ge=0, le=600,
     )  # fmt: skip
+    latency_slow_fraction: float = setting(
+        0.0, "For the plan: fraction of requests that are slower than the others by latency_slow_factor.", ge=0, le=1
+    )
+    latency_slow_factor: float = setting(
+        5.0, "For the plan: how many times the latency of the others the slow requests take.", ge=1, le=10_000
+    )
     bandwidth_bytes_per_second: Bytes = setting(
         "80 MB", "For the plan: bytes per second of one connection.", unit="bytes/s", ge=1
     )

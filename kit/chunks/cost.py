@@ -314,14 +314,15 @@ def _time(
     # In block order windows are read ahead, not batches, so there is nothing to play.
     if closely and access.order != "block" and load.requests:
         each_bytes = load.stored_bytes / load.requests
+        of_each = python / load.requests, decoding / load.requests
+        thread_seconds, decode_seconds = of_each if network.batches_ahead else (sum(of_each), 0.0)
         played = play(Pipeline(
             requests_per_batch=load.requests, in_flight=max(1, int(min(network.requests_in_flight, most))),
-            batches_ahead=network.batches_ahead, latency_seconds=network.latency_seconds,
-            latency_deviation_seconds=network.latency_deviation_seconds,
+            batches_ahead=network.batches_ahead, latency=network.latency,
             transfer_seconds=each_bytes / network.bandwidth_bytes_per_second,
             line_seconds=each_bytes * ranks / network.total_bandwidth_bytes_per_second,
-            admission_seconds=ranks / network.requests_per_second, decode_seconds=seconds["CPU"] / load.requests,
-            batches=access.epoch_batches,
+            admission_seconds=ranks / network.requests_per_second, thread_seconds=thread_seconds,
+            decode_seconds=decode_seconds, batches=access.epoch_batches,
         ))  # fmt: skip
     slowest = max(seconds, key=lambda bound: seconds[bound])
     if played is not None:

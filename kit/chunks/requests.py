@@ -12,29 +12,31 @@ Inner chunks lie in the order in which zarr-python writes them (Morton's: the bi
 first dimension's lowest first), so that neighbours along every dimension are near each other; other libraries write
 them in C order.
 
-A batch of few requests is played out by a pipeline, because batches are handed over in order and one slow request
-delays its batch and the start of a later one:
+Batches of few requests are played out as a pipeline, event by event, because batches are handed over in order and one
+slow request delays its batch and the start of a later one:
 
     a request begins when a slot is free, its batch was allowed to begin, and the store's rate admits it
-    it ends after a latency of its own and its transfer, not before the line and the decoder have kept up
+    its bytes come after a latency of its own, by its connection and by the line that all share
+    one thread sends it and receives it, and assembles batches meanwhile; others decode what it brought
     a batch ends with the last of its requests, and is handed over after the one before it
     batch k begins when batch k - 1 - batches_ahead was handed over, or at once
 
-Latencies are lognormal with the mean and standard deviation of the network (the maximum of n of them depends on both),
-drawn with a fixed seed, so that the same arguments give the same answer. Line and decoder serve requests in the order
-in which these began. The pipeline is never faster than the slowest resource alone, but for an error of about 5 % from
-the draw. It begins empty, as an epoch does; a batch's seconds are those once it is full.
+A latency is lognormal, and a fraction of them is longer by a factor (`Latency`): the maximum of n of them depends on
+all of that. They are drawn with a fixed seed, so that the same arguments give the same answer. The pipeline is never
+faster than the slowest resource alone, but for an error of about 5 % from the draw. It begins empty, as an epoch does;
+a batch's seconds are those once it is full.
 """
 
 from __future__ import annotations
 
 import heapq
-import itertools
 import math
 import random
-from collections.abc import Iterable, Iterator
+from collections import deque
+from collections.abc import Iterable
 from dataclasses import dataclass
-from functools import cache, lru_cache
+from functools import lru_cache
+from statistics import NormalDist
 from typing import TYPE_CHECKING, Generic, NamedTuple, TypeVar
 
 if TYPE_CHECKING:
@@ -129,11 +131,46 @@ def c_numbers(limits: Place) -> NDArray[np.int64]:
     return np.arange(math.prod(limits)).reshape(limits)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Latency:
+    """Times to the first byte: lognormal, those of a few requests longer by a factor."""
+
+    mean_seconds: float
+    """Of all requests."""
+    deviation_seconds: float = 0.0
+    """Standard deviation, of all requests."""
+    slow_fraction: float = 0.0
+    """Of the requests, those that take longer than the others by `slow_factor`."""
+    slow_factor: float = 1.0
+
+    def draw(self, count: int) -> list[float]:
+        """So many, always the same, and as evenly spread over the distribution as so many can be."""
+        slow, factor = self.slow_fraction, self.slow_factor
+        mean = self.mean_seconds / (1 + slow * (factor - 1))
+        square = (self.mean_seconds**2 + self.deviation_seconds**2) / (1 + slow * (factor**2 - 1))
+        spread = math.sqrt(math.log(max(1.0, square / mean**2))) if mean > 0 else 0.0
+        normals, ranks = _draws(count)
+        usual = [mean * math.exp(spread * (drawn - spread / 2)) for drawn in normals]
+        return [
+            seconds * factor if rank < slow * count else seconds for seconds, rank in zip(usual, ranks, strict=True)
+        ]
+
+
 _MOST_REQUESTS = 4000
-"""Played, which takes some 10 ms."""
+"""Played, which takes some 15 ms."""
 _LEAST_BATCHES = 6
 """That are timed."""
 _SEED = 20
+
+
+@lru_cache(maxsize=16)
+def _draws(count: int) -> tuple[list[float], list[int]]:
+    """So many normal numbers and ranks, each in an order of its own that is always the same."""
+    shuffle, normal = random.Random(_SEED).shuffle, NormalDist()
+    normals, ranks = [normal.inv_cdf((place + 0.5) / count) for place in range(count)], [*range(count)]
+    shuffle(normals)
+    shuffle(ranks)
+    return normals, ranks
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -144,27 +181,19 @@ class Pipeline:
     in_flight: int
     """Requests open at once, at most."""
     batches_ahead: int
-    latency_seconds: float
-    """Mean time to the first byte."""
-    latency_deviation_seconds: float
-    """Its standard deviation."""
+    latency: Latency
     transfer_seconds: float
     """Of a request on its own connection."""
     line_seconds: float
     """Of a request on the line that all share."""
     admission_seconds: float
     """Between requests that the store admits."""
+    thread_seconds: float
+    """Of a request, and of its part of assembling a batch, in Python, of which one thread runs at a time."""
     decode_seconds: float
     """Of what a request brings, by all decoding threads together."""
     batches: int
     """Of an epoch."""
-
-
-@cache
-def _normals() -> tuple[float, ...]:
-    """As many as are played, always the same."""
-    draw = random.Random(_SEED)
-    return tuple(draw.normalvariate(0, 1) for _ in range(_MOST_REQUESTS))
 
 
 class Played(NamedTuple):
@@ -183,28 +212,45 @@ def play(pipeline: Pipeline) -> Played | None:
     batches = _MOST_REQUESTS // size
     if batches - filled < max(_LEAST_BATCHES, filled):
         return None
-    mean, deviation = pipeline.latency_seconds, pipeline.latency_deviation_seconds
-    latencies: Iterator[float] = itertools.repeat(mean)
-    if mean > 0 and deviation > 0:
-        variance = math.log1p((deviation / mean) ** 2)
-        middle, spread = math.log(mean) - variance / 2, math.sqrt(variance)
-        latencies = (math.exp(middle + spread * drawn) for drawn in _normals())
-    slots = [0.0] * pipeline.in_flight
-    handed: list[float] = []
-    admitted = line = decoded = 0.0
-    for batch in range(batches):
-        oldest = batch - 1 - ahead
-        allowed = handed[oldest] if oldest >= 0 else 0.0
-        ready = handed[-1] if handed else 0.0
-        for latency in itertools.islice(latencies, size):
-            begun = max(slots[0], allowed, admitted)
-            admitted = begun + pipeline.admission_seconds
-            line = max(line, begun) + pipeline.line_seconds
-            arrived = max(begun + latency + pipeline.transfer_seconds, line)
-            heapq.heapreplace(slots, arrived)
-            decoded = max(decoded, begun) + pipeline.decode_seconds
-            ready = max(ready, arrived, decoded)
-        handed.append(ready)
+    handed = _handed(pipeline, size, batches)
     each, count = (handed[-1] - handed[filled - 1]) / (batches - filled), min(batches, pipeline.batches)
     # A batch has a whole number of requests only here.
     return Played(each * pipeline.requests_per_batch / size, max(0.0, handed[count - 1] - count * each))
+
+
+_BEGINS, _ANSWERS, _ARRIVES = range(3)
+"""Events of a batch, of a request's first byte and of its last."""
+
+
+def _handed(pipeline: Pipeline, size: int, batches: int) -> list[float]:
+    """When each of so many batches of `size` requests is handed over."""
+    latencies = iter(pipeline.latency.draw(size * batches))
+    events = [(0.0, _BEGINS, batch) for batch in range(min(batches, 1 + pipeline.batches_ahead))]
+    waiting, free, half = deque[int](), pipeline.in_flight, pipeline.thread_seconds / 2
+    coming, ready, handed = [size] * batches, [0.0] * batches, list[float]()
+    thread = admitted = line = decoded = 0.0
+    while len(handed) < batches:
+        now, event, batch = heapq.heappop(events)
+        if event == _BEGINS:
+            thread = max(thread, now)
+            waiting.extend([batch] * size)
+        elif event == _ANSWERS:
+            line = max(line, now) + pipeline.line_seconds
+            heapq.heappush(events, (max(line, now + pipeline.transfer_seconds), _ARRIVES, batch))
+        else:
+            thread = max(thread, now) + half
+            free += 1
+            decoded = max(decoded, thread) + pipeline.decode_seconds
+            ready[batch] = max(ready[batch], decoded)
+            coming[batch] -= 1
+        while len(handed) < batches and not coming[len(handed)]:
+            handed.append(max(ready[len(handed)], handed[-1] if handed else 0.0))
+            if len(handed) + pipeline.batches_ahead < batches:
+                heapq.heappush(events, (handed[-1], _BEGINS, len(handed) + pipeline.batches_ahead))
+        while waiting and free:
+            thread += half
+            free -= 1
+            begun = max(thread, admitted)
+            admitted = begun + pipeline.admission_seconds
+            heapq.heappush(events, (begun + next(latencies), _ANSWERS, waiting.popleft()))
+    return handed

@@ -25,7 +25,7 @@ import math
 from dataclasses import dataclass
 from typing import Literal
 
-from kit.chunks.requests import LOCAL_GAP_BYTES, Coalescing
+from kit.chunks.requests import LOCAL_GAP_BYTES, Coalescing, Latency
 from kit.errors import PlanError
 from kit.units import format_bytes, format_count, format_seconds
 
@@ -62,6 +62,9 @@ class Network:
     batches_ahead: int = 0
     latency_deviation_seconds: float = 0.0
     """Standard deviation of the time to the first byte: batches wait for their slowest request."""
+    latency_slow_fraction: float = 0.0
+    """Of the requests, those whose time to the first byte is longer by `latency_slow_factor`."""
+    latency_slow_factor: float = 5.0
     in_folder: bool = False
     """Whether the store is a folder, where neighbours share a request across `LOCAL_GAP_BYTES` only."""
 
@@ -70,9 +73,20 @@ class Network:
             raise PlanError(f"requests_in_flight is {self.requests_in_flight}, but must be at least 1")
         if min(self.latency_seconds, self.latency_deviation_seconds, self.batches_ahead) < 0:
             raise PlanError("latency_seconds, latency_deviation_seconds and batches_ahead must be at least 0")
+        if not (0 <= self.latency_slow_fraction <= 1 <= self.latency_slow_factor):
+            given = f"{self.latency_slow_fraction} of requests slower by {self.latency_slow_factor}"
+            raise PlanError(f"{given}: the fraction must be between 0 and 1, the factor at least 1")
         for name in ("bandwidth_bytes_per_second", "total_bandwidth_bytes_per_second", "requests_per_second"):
             if not getattr(self, name) > 0:
                 raise PlanError(f"{name} is {getattr(self, name)}, but must be above 0")
+
+    @property
+    def latency(self) -> Latency:
+        """How the times to the first byte are distributed."""
+        return Latency(
+            mean_seconds=self.latency_seconds, deviation_seconds=self.latency_deviation_seconds,
+            slow_fraction=self.latency_slow_fraction, slow_factor=self.latency_slow_factor,
+        )  # fmt: skip
 
     @property
     def coalescing(self) -> Coalescing:

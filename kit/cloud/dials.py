@@ -115,6 +115,8 @@ class Dials:
         return config.replace({
             "chunking.latency_seconds": self.latency_mean_seconds,
             "chunking.latency_deviation_seconds": self.latency_deviation_seconds,
+            "chunking.latency_slow_fraction": self.slow_fraction,
+            "chunking.latency_slow_factor": max(1.0, self.slow_factor),
             "chunking.bandwidth_bytes_per_second": int(self.bandwidth_bytes_per_second) or _UNLIMITED,
             "chunking.total_bandwidth_bytes_per_second": int(self.total_bandwidth_bytes_per_second) or _UNLIMITED,
             "chunking.requests_per_second": int(self.requests_per_second),

@@ -2,6 +2,7 @@
 
 import itertools
 import math
+import random
 from types import SimpleNamespace
 
 import numpy as np
@@ -11,10 +12,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import kit
+from kit.cloud.server import EARLY_SECONDS
 from kit.cloud.simulated import simulated_cloud
 from kit.config import Config
 from kit.data.patches import probe as probing
-from kit.data.patches.probe import Load, Prober, probe, quantile, step_seconds
+from kit.data.patches.probe import Load, Prober, probe, quantile, slow_requests, step_seconds
 from kit.errors import ConfigError, StoreError
 from kit.machine.endpoints import VARIABLE
 
@@ -57,7 +59,7 @@ def test_a_simulated_cloud_is_probed_through_either_client(shaped, url, way, mon
     mark = shaped.counts()
     found = probe(url)
     counts = shaped.counts(since=mark)
-    assert SLOW["latency_seconds"] <= found.latency_seconds <= found.latency_p95_seconds
+    assert SLOW["latency_seconds"] - EARLY_SECONDS <= found.latency_seconds <= found.latency_p95_seconds
     assert found.bandwidth_bytes_per_second > 0
     assert found.total_bandwidth_bytes_per_second == max(rate for _, rate in found.steps) > 0
     assert found.parallelism >= 1
@@ -204,3 +206,22 @@ def test_a_load_of_even_requests_has_the_rate_it_was_made_of(in_flight, rounds, 
         load = run.load(100)
     assert load.requests_per_second == pytest.approx(in_flight / seconds)
     assert load.bytes_per_second == pytest.approx(100 * in_flight / seconds)
+
+
+@pytest.mark.parametrize(("fraction", "factor"), [(0.0, 1.0), (0.01, 5.0), (0.03, 8.0), (0.1, 3.0)])
+@pytest.mark.parametrize("spread", [0.01, 0.2, 0.5])
+def test_slow_requests_are_told_from_the_spread_of_the_others(fraction, factor, spread):
+    draw, count = random.Random(7), 4000
+    times = [0.05 * math.exp(draw.gauss(0, spread)) * (factor if draw.random() < fraction else 1) for _ in range(count)]
+    found, slower = slow_requests(times)
+    apart = math.log(factor) > 4 * spread  # else some of them are no slower than others are anyway
+    assert found == pytest.approx(fraction, abs=0.012 if apart else max(0.004, fraction))
+    if apart and fraction:
+        assert slower == pytest.approx(factor, rel=0.15)
+    if not fraction:
+        assert found < 0.005
+
+
+def test_requests_that_all_take_the_same_time_are_none_of_them_slow():
+    assert slow_requests([0.03] * 50) == (0.0, 1.0)
+    assert slow_requests([0.0] * 50) == (0.0, 1.0)

@@ -144,6 +144,7 @@ def network_of(config: Config) -> Network:
     loader, chunking = config.loader, config.chunking
     return Network(
         latency_seconds=chunking.latency_seconds, latency_deviation_seconds=chunking.latency_deviation_seconds,
+        latency_slow_fraction=chunking.latency_slow_fraction, latency_slow_factor=chunking.latency_slow_factor,
         bandwidth_bytes_per_second=chunking.bandwidth_bytes_per_second,
         total_bandwidth_bytes_per_second=chunking.total_bandwidth_bytes_per_second,
         requests_per_second=chunking.requests_per_second or math.inf,

@@ -56,6 +56,11 @@ _IN_FLIGHT = (4, 16, 64, 128)
 _QUEUE_SECONDS = 10.0
 """A step whose requests would take longer than this is left out."""
 _CLIENT_BUSY = 0.85
+_SLOW_DEVIATIONS = 3
+_LEAST_SLOW_FACTOR = 1.5
+"""Of the median: less delays no batch."""
+_DEVIATION_OF_NORMAL = 1.4826
+"""Standard deviation of a normal distribution over its median distance from the median."""
 _REFUSED_FRACTION = 0.1
 """Of the requests: fewer refusals are faults, not a limit."""
 _DECODE_CHUNKS = 12
@@ -75,6 +80,10 @@ class Probe:
     latency_deviation_seconds: float
     """Standard deviation: how much slower than most the slowest of many are."""
     latency_p95_seconds: float
+    latency_slow_fraction: float
+    """Of the requests, those far slower than the spread of the others explains."""
+    latency_slow_factor: float
+    """Their mean over that of the others; 1 where there are none."""
     bandwidth_bytes_per_second: float | None
     """Of one connection."""
     total_bandwidth_bytes_per_second: float
@@ -117,6 +126,8 @@ class Probe:
         changes: dict[str, float] = {
             "latency_seconds": round(self.latency_mean_seconds, 6),
             "latency_deviation_seconds": round(self.latency_deviation_seconds, 6),
+            "latency_slow_fraction": round(self.latency_slow_fraction, 4),
+            "latency_slow_factor": round(self.latency_slow_factor, 3),
             "request_cpu_seconds": round(self.request_cpu_seconds, 6),
             **{name: max(1, round(rate)) for name, rate in rates.items() if rate is not None},
         }
@@ -129,6 +140,7 @@ class Probe:
             **dict.fromkeys((
                 "latency_seconds", "latency_mean_seconds", "latency_deviation_seconds", "latency_p95_seconds",
             ), format_seconds),
+            "latency_slow_fraction": lambda fraction: f"{fraction:.1%}",
             **dict.fromkeys(("bandwidth_bytes_per_second", "total_bandwidth_bytes_per_second"), _rate_text),
             "parallelism": format_count,
             "requests_per_second": lambda rate: format_count(round(rate)),
@@ -216,6 +228,8 @@ def _probe(dataset: Dataset, source: Client, counters: Counters, budget_bytes: i
         ("latency_p95_seconds", "95 %"),
     ):
         how[name] = f"{word} of {len(latency.seconds)} requests of 1 byte, {latency.in_flight} in flight"
+    slow_fraction, slow_factor = slow_requests(latency.seconds)
+    how["latency_slow_fraction"] = f"of those requests, which took {slow_factor:.1f} times as long as the others"
     one = prober.load(1, prober.telling_range(middle, spread(latency)), 0.0, least=_BANDWIDTH_REQUESTS)
     bandwidth = _bandwidth(one, latency, how)
     steps = _steps(prober, one, how)
@@ -227,7 +241,8 @@ def _probe(dataset: Dataset, source: Client, counters: Counters, budget_bytes: i
     return Probe(
         url=dataset.url, latency_seconds=middle, latency_mean_seconds=statistics.fmean(latency.seconds),
         latency_deviation_seconds=statistics.pstdev(latency.seconds),
-        latency_p95_seconds=quantile(latency.seconds, 0.95), bandwidth_bytes_per_second=bandwidth,
+        latency_p95_seconds=quantile(latency.seconds, 0.95), latency_slow_fraction=slow_fraction,
+        latency_slow_factor=slow_factor, bandwidth_bytes_per_second=bandwidth,
         total_bandwidth_bytes_per_second=best.bytes_per_second, parallelism=parallelism,
         requests_per_second=fast.requests_per_second, rate_limited=rate_limited,
         request_cpu_seconds=(latency if rate_limited else fast).cpu_seconds_per_request,
@@ -241,6 +256,16 @@ def spread(load: Load) -> float:
     """Median distance of the seconds from their median."""
     middle = statistics.median(load.seconds)
     return statistics.median(abs(seconds - middle) for seconds in load.seconds)
+
+
+def slow_requests(seconds: Sequence[float]) -> tuple[float, float]:
+    """The fraction of requests too slow for a lognormal spread like that of most, and how much longer they took."""
+    logs = [math.log(max(one, 1e-9)) for one in seconds]
+    middle = statistics.median(logs)
+    deviation = _DEVIATION_OF_NORMAL * statistics.median([abs(one - middle) for one in logs])
+    limit = math.exp(middle + max(_SLOW_DEVIATIONS * deviation, math.log(_LEAST_SLOW_FACTOR)))
+    slow, others = ([one for one in seconds if (one > limit) is wanted] for wanted in (True, False))
+    return len(slow) / len(seconds), statistics.fmean(slow) / statistics.fmean(others) if slow else 1.0
 
 
 def _bandwidth(one: Load, latency: Load, how: dict[str, str]) -> float | None:
