@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import math
 import statistics
 import tempfile
 import time
@@ -133,14 +134,19 @@ def row(name: str, config: Config, what: str, cache: str, order: str, folder: st
     ratios = {
         "requests": predicted["requests_per_sample"],
         "measured": found["requests"],
-        "ratio": found["requests"] / predicted["requests_per_sample"],
+        "ratio": ratio(found["requests"], predicted["requests_per_sample"]),
     }
     size = predicted.get("bytes_per_sample")
     sizes = {
         "KiB": size and size / 1024, "measured KiB": found["bytes_read"] / 1024,
-        "ratio of bytes": size and found["bytes_read"] / size,
+        "ratio of bytes": None if size is None else ratio(found["bytes_read"], size),
     }  # fmt: skip
     return {"store": name, "order": order, "read": what, "cache": cache, **ratios, **sizes}
+
+
+def ratio(measured: float, predicted: float) -> float:
+    """Measured / predicted; 1 where a cache gives all, as predicted."""
+    return measured / predicted if predicted else math.inf if measured else 1.0
 
 
 def fill_half(config: Config) -> None:
