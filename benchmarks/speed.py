@@ -10,6 +10,7 @@ until other programs leave the cores alone, and a trial after which they do not 
 median of those after warm-up, without the wait for data, over two trials. kit predicts the CPU at its fastest, and
 neighbours on a shared host change its pace within seconds, by 2 times here, so the pace is asked before each step, and
 the step divided by how much slower it is at that pace, as predicted. `as it was` are the same steps, not divided.
+`after one trial` corrects a prediction by a trial of another setting of the model, as rows of trials do.
 `reprice` writes the predictions anew from recordings and measured calls, after more of these.
 
 Beside kit's prediction stand `table`, which has no call of the model itself timed but those of kit's own small modules
@@ -45,6 +46,7 @@ from kit.memory.query import make_query
 from kit.memory.recordings import RecordingRequest, recordings_of
 from kit.memory.replay.cards import THIS_MACHINE, target_of
 from kit.memory.replay.replay import Recording
+from kit.records.ratios import correction
 from kit.speed import measure
 from kit.speed.measure import table_here, table_known
 from kit.speed.operators import step_of
@@ -216,7 +218,8 @@ def summary(pairs: Mapping[tuple[str, int, str], tuple[float, float, Row]]) -> R
     for name in {setting[0] for setting in pairs}:
         own = [(predicted, measured) for setting, (predicted, measured, _) in pairs.items() if setting[0] == name]
         for place, (first, took) in enumerate(own):
-            corrected += [abs(p * took / first / m - 1) for at, (p, m) in enumerate(own) if at != place]
+            factor = correction([took / first])
+            corrected += [abs(p * factor / m - 1) for at, (p, m) in enumerate(own) if at != place]
     inside = [row["low"] <= measured <= row["high"] for _, measured, row in pairs.values()]
     return {
         "settings": len(errors), "models": len({setting[0] for setting in pairs}),

@@ -6,7 +6,8 @@ few, or of batches that differ too much, no ratio is given but the reason. A rat
 
 Speed is predicted from earlier trials of the same: config as far as it decides on speed, module, data, machine and
 devices. Where there is none, the operators of its step predict it (`kit.speed`), corrected by how far they were off in
-earlier trials of the same module. The rate at which a store can be read predicts it least of all.
+earlier trials of the same module, as far as that is more than chance. The rate at which a store can be read predicts
+it least of all.
 """
 
 from __future__ import annotations
@@ -38,6 +39,8 @@ COUNTED = ("requests_per_sample", "bytes_per_sample")
 NO_SPEED = ("name", "trial.", "training.max_", "commit.", "profiler.", "build.", "queries.", "calibration.")
 """Settings that change neither how fast a step is nor what it reads."""
 _MOST_EARLIER = 5
+_TRIAL_DEVIATION = 0.07
+"""Of the speed of one trial: two of the same setting differ by 6.6 % at the median of 93 (`benchmarks/speed.py`)."""
 _ENDED = ("COMPLETE", "STOPPED")
 _WORDS = {
     "requests_per_sample": "requests", "bytes_per_sample": "bytes", _MEMORY: "memory",
@@ -242,7 +245,7 @@ def with_speeds(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
         if predicted and is_measure(row):
             of_model.append(row[SPEED] * (row.get("slowdown") or 1.0) / predicted)
         if predicted and len(of_model) > is_measure(row):
-            predicted *= statistics.median(of_model[: len(of_model) - is_measure(row)])
+            predicted *= correction(of_model[: len(of_model) - is_measure(row)])
         predicted = predicted if known is None else known.samples_per_second
         new = {**row, f"{SPEED}_predicted": predicted}
         if predicted and row[SPEED] and not doubt(row, SPEED):
@@ -251,6 +254,17 @@ def with_speeds(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
         found.append({**new, "ratio_notes": explain(new, last) or None})
         earlier.append(row)
     return found
+
+
+def correction(ratios: Sequence[float]) -> float:
+    """By how much trials of a model, measured / predicted, correct its next prediction.
+
+    Trials of one setting differ too, so a ratio near 1 says little of the model, and one far from it nearly all. Of its
+    logarithm x as much counts as of a value that is known to a standard deviation of s: x² / (x² + s²).
+    """
+    off = math.log(statistics.median(ratios))
+    doubt = _TRIAL_DEVIATION / math.sqrt(len(ratios))
+    return math.exp(off**3 / (off**2 + doubt**2))
 
 
 def range_words(known: SpeedRange) -> str:
