@@ -144,19 +144,22 @@ class LeversCheck(Drawable):
     @property
     def sentences(self) -> tuple[str, ...]:
         units = "memory is the peak allocated on one device, speed that of all devices together"
-        notes = (f"{step.name}: {step.note}" for step in self.steps if step.note)
-        even = (
-            f"{step.name}: of speed, {step.tried.even}"
+        shifted = (
+            "samples/s are of one run, and the machine was slower or faster then than in the first config's; believe "
+            "the fraction, which is of runs in turn"
+        )
+        told = [(shifted, step.name) for step in self.steps if self._is_shifted(step)]
+        told += [
+            (f"of speed, {step.tried.even}", step.name)
             for step in self.steps if step.tried is not None and step.tried.verdict == "within the noise"
-        )  # fmt: skip
-        shifted = [
-            f"{step.name}: {step.samples_per_second:,.1f} samples/s are of one run, and the machine was slower or "
-            "faster then than in the first config's; believe the fraction, which is of runs in turn"
-            for step in self.steps if self._is_shifted(step)
         ]  # fmt: skip
+        told += [(step.note, step.name) for step in self.steps if step.note]
+        names: dict[str, list[str]] = {}
+        for text, name in told:
+            names.setdefault(text, []).append(name)
         against = "the row above" if self.cumulative else "the first"
         compared = f"saved is measured against {against}; a fraction below 1 is less than that of the first config"
-        return (units, compared, *shifted, *even, *notes)
+        return (units, compared, *(f"{'; '.join(named)}: {text}" for text, named in names.items()))
 
     def __repr__(self) -> str:
         return "\n".join([text_table(_COLUMNS, self.rows), *(f"- {text}" for text in self.sentences)])

@@ -59,7 +59,7 @@ def test_a_lever_without_effect_says_which_difference_would_have_been_seen(check
     even = {"samples_per_second": (100.0, 102.0, 98.0)}
     tried = replace(last.tried, **{side: replace(getattr(last.tried, side), **even) for side in ("before", "after")})
     found = replace(check, steps=(*check.steps[:-1], replace(last, tried=tried)))
-    assert any(re.match(r"\+ bf16-mixed: .*no difference .* one of \d%", text) for text in found.sentences)
+    assert any(re.search(r"\+ bf16-mixed: .*no difference .* one of \d%", text) for text in found.sentences)
 
 
 def test_speeds_that_differ_too_much_to_compare_are_not_known(check):
@@ -67,8 +67,15 @@ def test_speeds_that_differ_too_much_to_compare_are_not_known(check):
     tried = replace(last.tried, after=replace(last.tried.after, samples_per_second=(1.0, 900.0)))
     found = replace(check, steps=(*check.steps[:-1], replace(last, tried=tried, samples_per_second=1.4)))
     assert found.rows[-1][-1] == "not known"
-    assert any(re.match(r"\+ bf16-mixed: .*differ too much", text) for text in found.sentences)
+    assert any(re.search(r"\+ bf16-mixed: .*differ too much", text) for text in found.sentences)
     assert levers_figure(found).axes[1].texts[-1].get_text() == "1.4"
+
+
+def test_what_is_said_of_several_levers_is_said_once(check):
+    noted = tuple(replace(step, note="is experimental here") for step in check.steps[1:])
+    found = replace(check, steps=(check.steps[0], *noted))
+    assert "+ gradient checkpointing; + bf16-mixed: is experimental here" in found.sentences
+    assert repr(found).count("experimental") == 1
 
 
 def test_samples_of_one_run_that_the_runs_in_turn_contradict_are_not_to_be_believed(check):
@@ -78,7 +85,7 @@ def test_samples_of_one_run_that_the_runs_in_turn_contradict_are_not_to_be_belie
     for factor, is_told in ((9, True), (1, False)):
         step = replace(last, tried=tried, samples_per_second=factor * first.samples_per_second)
         found = replace(check, steps=(*check.steps[:-1], step))
-        assert any(re.match(r"\+ bf16-mixed: .*believe", text) for text in found.sentences) == is_told
+        assert any(re.search(r"\+ bf16-mixed: .*believe", text) for text in found.sentences) == is_told
         texts = [text.get_text() for text in levers_figure(found).axes[1].texts]
         assert "× 1.00" in texts[-1]
 
