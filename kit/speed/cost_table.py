@@ -62,6 +62,8 @@ class CostTable:
     """Of the product that tells a CPU's pace, at its fastest, as which all costs are; 0 where it was not asked."""
     slowness: float = 1.0
     """How many times as long that product took in slow moments while calls were timed."""
+    of_one_rank: frozenset[OperatorCall] = frozenset()
+    """Of the measured calls, those that one rank made alone, slowed as others were among several."""
     busy_cores: float = field(default=0.0, compare=False)
     """That others used while a part of it was measured: then all may be too high."""
 
@@ -75,9 +77,13 @@ class CostTable:
         """Of the host for a checkpointed call that repeats so many operators, beside those."""
         return self.checkpoint_call_seconds + operators * self.checkpoint_operator_seconds
 
+    def knows(self, call: OperatorCall) -> bool:
+        """Whether it was measured, among as many ranks."""
+        return call in self.measured and call not in self.of_one_rank
+
     def with_calls(self, more: Mapping[OperatorCall, float]) -> CostTable:
         """The same with more calls measured."""
-        return replace(self, measured={**self.measured, **more})
+        return replace(self, measured={**self.measured, **more}, of_one_rank=self.of_one_rank - more.keys())
 
     def slowed(self, factor: float) -> CostTable:
         """The same where all takes so many times as long, sums over the ranks included."""
@@ -97,7 +103,8 @@ class CostTable:
         compute, memory = self._roof_parts(work, _dtype(call))
         bound = slowest(compute, memory, self._least)
         if known is not None:
-            return Cost(known, MEASURED_DOUBT, "measured", bound)
+            doubt, source = (MEASURED_DOUBT, "measured") if self.knows(call) else (NEAR_DOUBT, "near")
+            return Cost(known, doubt, source, bound)
         if work.kind == "communication":
             return Cost(0.0, 1.0, "measured", bound)
         if work.kind == "view":
@@ -181,7 +188,7 @@ class CostTable:
 
     def to_json(self) -> dict[str, Any]:
         """What `of` reads."""
-        calls = [[call.to_json(), seconds] for call, seconds in self.measured.items()]
+        calls = [[call.to_json(), seconds, call in self.of_one_rank] for call, seconds in self.measured.items()]
         link = dataclasses.asdict(self.link) if self.link else None
         kept = {name: getattr(self, name) for name in (*_KEPT, "host_known")}
         return {"calls": calls, "link": link, **kept}
@@ -189,11 +196,15 @@ class CostTable:
     @classmethod
     def of(cls, value: Mapping[str, Any]) -> CostTable:
         """From JSON values."""
-        measured = {OperatorCall.of(call): float(seconds) for call, seconds in value["calls"]}
+        entries = [(OperatorCall.of(call), float(seconds), of_one) for call, seconds, of_one in value["calls"]]
         link = Link(**value["link"]) if value.get("link") else None
         kept = {name: value[name] for name in _KEPT}
         kept["slowness"] = min(kept["slowness"], MOST_SLOWNESS)  # an earlier kit counted moments of standing still
-        return cls(measured=measured, link=link, host_known=bool(value.get("host_known", True)), **kept)
+        return cls(
+            measured={call: seconds for call, seconds, _ in entries},
+            of_one_rank=frozenset(call for call, _, of_one in entries if of_one),
+            link=link, host_known=bool(value.get("host_known", True)), **kept,
+        )  # fmt: skip
 
 
 _OF_HOST = (

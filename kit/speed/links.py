@@ -38,6 +38,7 @@ STATED_REACHED: dict[Reached, float] = {"usual": 0.7, "least": 0.4, "most": 0.95
 """The fraction of the stated bytes per second that a collective reaches. An assumption."""
 MEASURED_REACHED: dict[Reached, float] = {"usual": 1.0, "least": 0.7, "most": 1.2}
 """The same of a rate that was measured with nothing else under way."""
+_USUAL_SECONDS = 0.05
 PIECE_BYTES = 25 << 20
 """Gradients that ddp sends at a time (`bucket_cap_mb` of torch's DistributedDataParallel)."""
 
@@ -131,6 +132,11 @@ def link_within(device: str) -> Link:
 def all_reduce_seconds(size_bytes: float, ranks: int, link: Link, reached: Reached = "usual") -> float:
     """Until all ranks have the sum."""
     return 2 * all_gather_seconds(size_bytes, ranks, link, reached)
+
+
+def meeting_seconds(link: Link, ranks: int) -> float:
+    """For a bucket of gradients after a step of usual length: by this of two links one is the faster."""
+    return all_reduce_seconds(PIECE_BYTES, ranks, link) + link.late_seconds(_USUAL_SECONDS)
 
 
 def all_gather_seconds(size_bytes: float, ranks: int, link: Link, reached: Reached = "usual") -> float:

@@ -7,7 +7,8 @@ kernel.
 
 Ranks that train together slow each other, so for several of them the calls are timed by as many at once (on a CPU by no
 more than it has cores for, and slowed in proportion), in a table of their own. It starts as that of one rank, slowed as
-some heavy calls were, and has what joins the ranks. Where there are more ranks than cores, that is measured among all.
+some heavy calls were, until these ranks have made them, and has what joins the ranks. Where there are more ranks than
+cores, that is measured among all.
 
 What was taken while other programs or a neighbour on a shared host used the cores is not written, and says so
 (`busy_cores`). Until something better is known it is what this kernel sets beside its trials, which share them too.
@@ -37,7 +38,7 @@ from kit.machine.machine import Resolved, hardware, resolve_devices
 from kit.machine.processes import BUSY_CORES, machine
 from kit.memory.replay.calls import OperatorCall
 from kit.speed.cost_table import CostTable
-from kit.speed.links import Link
+from kit.speed.links import Link, meeting_seconds
 from kit.speed.operators import StepOperators
 from kit.tables import WaitingLine
 from kit.trial import scratch
@@ -173,7 +174,8 @@ def _beside(config: Config, resolved: Resolved, alone: CostTable) -> CostTable:
     found = _measured(config, resolved, empty, heavy, _HEAVY_SECONDS, host=False)
     slower = statistics.median([spent / alone.measured[call] for call, spent in found.measured.items()] or [1.0])
     slowed = alone.slowed(max(1.0, slower))
-    return dataclasses.replace(slowed, name=found.name, link=found.link, busy_cores=found.busy_cores)
+    others = dataclasses.replace(slowed, of_one_rank=frozenset(alone.measured)).with_calls(found.measured)
+    return dataclasses.replace(others, name=found.name, link=found.link, busy_cores=found.busy_cores)
 
 
 def _joined(config: Config, ranks: int, slowed: CostTable, again: bool) -> CostTable:
@@ -227,14 +229,14 @@ def _at_once(config: Config, ranks: int) -> tuple[int, float]:
 
 
 def _missing(step: StepOperators, table: CostTable) -> list[OperatorCall]:
-    """Calls that were never measured and weigh something, the heaviest first."""
+    """Calls that were never measured, by as many ranks, and weigh something, the heaviest first."""
     costs = [table.cost(call, work) for call, work in zip(step.calls, step.call_work, strict=True)]
     spent = [cost.seconds * count for cost, count in zip(costs, step.counts.tolist(), strict=True)]
     least = _LEAST_SHARE * sum(spent)
     places = sorted(range(len(spent)), key=lambda place: -spent[place])
     return [
         step.calls[place] for place in places
-        if step.calls[place] not in table.measured and step.call_work[place].kind not in ("view", "communication")
+        if not table.knows(step.calls[place]) and step.call_work[place].kind not in ("view", "communication")
         and spent[place] * (4.0 if costs[place].source != "near" else 1.0) > least
     ]  # fmt: skip
 
@@ -255,7 +257,7 @@ def _path(config: Config, resolved: Resolved) -> Path:
     return runs_folder(config.trial.folder) / ".calls" / f"{key}.json"
 
 
-_FORMAT = 6
+_FORMAT = 7
 
 
 def _read(path: Path) -> CostTable | None:
@@ -328,7 +330,9 @@ def _measured(
     if found["link"]:
         ranks = resolved.world_size
         link = Link(name=f"what joins {ranks} ranks here, measured", measured=True, **found["link"])
-        table = dataclasses.replace(table, link=link)
+        # The fastest counts, as of calls: a moment in which the machine stands still decides otherwise.
+        known = [one for one in (link, table.link) if one is not None]
+        table = dataclasses.replace(table, link=min(known, key=functools.partial(meeting_seconds, ranks=ranks)))
     if host:
         costs: dict[str, Any] = found["host"]
         table = dataclasses.replace(

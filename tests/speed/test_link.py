@@ -1,5 +1,7 @@
 """Exchanges between ranks: the formulas by hand, against a ring that is played out, and names that are not there."""
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -13,6 +15,7 @@ from kit.speed.links import (
     all_reduce_seconds,
     find_link,
     link_within,
+    meeting_seconds,
     waited_for,
 )
 
@@ -68,6 +71,16 @@ def test_devices_are_joined_by_what_is_usual_for_them():
     assert link_within("T4-16GB").name == "PCIe-3"
     assert link_within("NVIDIA Something New").name == "PCIe-4"
     assert link_within("CPU").name == "loopback"
+
+
+@given(st.floats(1.1, 10), st.integers(2, 16))
+def test_of_two_links_the_faster_has_more_bytes_or_waits_less(factor, ranks):
+    link = Link(name="here", bytes_per_second=1e9, latency_seconds=1e-4, lateness=0.02, measured=True)
+    slower = [
+        replace(link, bytes_per_second=1e9 / factor), replace(link, latency_seconds=1e-4 * factor),
+        replace(link, lateness=0.02 * factor), link.slowed(factor),
+    ]  # fmt: skip
+    assert all(meeting_seconds(one, ranks) > meeting_seconds(link, ranks) for one in slower)
 
 
 def test_an_unknown_link_is_answered_with_the_closest():

@@ -26,6 +26,7 @@ from kit.speed.links import find_link
 from kit.speed.operators import step_of
 from kit.speed.prediction import predict_speed, speed_beside, speed_of
 from kit.speed.timing_job import _NOTHING, TimedCalls, _parts
+from kit.speed.work import work_of
 from kit.testing import TinyData, TinyModule
 from kit.trial.meters import CpuPace, mean_pace
 
@@ -142,6 +143,22 @@ def test_two_ranks_time_calls_beside_each_other_and_what_joins_them(config, monk
     assert measure.table_known(alone).link is None
     monkeypatch.setattr(measure, "_measured", functools.partial(pytest.fail, "measured again"))
     assert predict_speed(two, TinyModule, TinyData, measure_seconds=0.0).step_seconds > 0
+
+
+def test_what_one_rank_took_is_measured_again_among_several(memory):
+    step = step_of(memory.recording)
+    among = CostTable("2 ranks", dict.fromkeys(step.calls, 1e-3), of_one_rank=frozenset(step.calls))
+    missing = measure._missing(step, among)
+    assert missing
+    first, *others = missing
+    known = among.with_calls({first: 2e-3})
+    assert [among.knows(first), known.knows(first)] == [False, True]
+    assert set(measure._missing(step, known)) == set(others)
+    assert CostTable.of(known.to_json()) == known
+    costs = [table.cost(first, work_of(first)) for table in (among, known)]
+    assert [cost.source for cost in costs] == ["near", "measured"]
+    assert costs[0].doubt > costs[1].doubt
+    assert among.slowed(2.0).of_one_rank == among.of_one_rank
 
 
 def test_more_ranks_than_cores_measure_among_all_of_them_what_joins_them(config, monkeypatch):
