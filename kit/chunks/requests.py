@@ -224,7 +224,7 @@ _BEGINS, _ANSWERS, _ARRIVES = range(3)
 
 def _handed(pipeline: Pipeline, size: int, batches: int) -> list[float]:
     """When each of so many batches of `size` requests is handed over."""
-    latencies = iter(pipeline.latency.draw(size * batches))
+    latencies = iter(pipeline.latency.draw(_MOST_REQUESTS))
     events = [(0.0, _BEGINS, batch) for batch in range(min(batches, 1 + pipeline.batches_ahead))]
     waiting, free, half = deque[int](), pipeline.in_flight, pipeline.thread_seconds / 2
     coming, ready, handed = [size] * batches, [0.0] * batches, list[float]()
