@@ -58,13 +58,11 @@ def page(tables: Mapping[str, Sequence[dict[str, Any]]], last: str) -> str:
 
 
 def table_lines(rows: Sequence[dict[str, Any]]) -> list[str]:
-    """A head and a line for each row."""
-    texts = [[_text(value) for value in row.values()] for row in rows]
-    widths = [max(map(len, column)) for column in zip(list(rows[0]), *texts, strict=True)]
-    return [
-        "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip()
-        for line in (list(rows[0]), *texts)
-    ]
+    """A head and a line for each row; what only some rows have is empty in the others."""
+    names = list(dict.fromkeys(name for row in rows for name in row))
+    lines = [names, *([_text(row.get(name, "")) for name in names] for row in rows)]
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    return ["  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip() for line in lines]
 
 
 def main() -> None:
