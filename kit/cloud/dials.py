@@ -27,6 +27,8 @@ from kit.units import format_bytes, format_count, format_seconds, parse_bytes
 _REFUSALS = (429, 503)
 _UNLIMITED = 10**12
 """Bytes per second that never decide, where a config has no word for no limit."""
+_LATE_SECONDS = 0.0015
+"""By so much an answer comes later than its latency: the server's loop waits whole milliseconds, rounded up twice."""
 _SIZES = ("bandwidth_bytes_per_second", "total_bandwidth_bytes_per_second", "drip_bytes_per_second")
 
 
@@ -113,7 +115,7 @@ class Dials:
     def apply(self, config: Config) -> Config:
         """The config with this network in what its plan goes by."""
         return config.replace({
-            "chunking.latency_seconds": self.latency_mean_seconds,
+            "chunking.latency_seconds": self.latency_mean_seconds + _LATE_SECONDS * (self.latency_seconds > 0),
             "chunking.latency_deviation_seconds": self.latency_deviation_seconds,
             "chunking.latency_slow_fraction": self.slow_fraction,
             "chunking.latency_slow_factor": max(1.0, self.slow_factor),

@@ -41,8 +41,6 @@ CONTROL = "/-/"
 TOKEN_HEADER = "x-kit-token"
 _PARENT_SECONDS = 1.0
 _AT_ONCE_SECONDS = 0.0005
-EARLY_SECONDS = 0.001
-"""So much before its time an alarm may ring: the loop waits whole milliseconds, rounded up and once more in C."""
 _MOST_WAITING_BYTES = 1 << 20
 _SEND_BUFFER_BYTES = 1 << 20
 _LINGER_SECONDS = 1.0
@@ -70,19 +68,19 @@ class Alarms:
 
     def at(self, when: float, call: Callable[[], None]) -> None:
         heapq.heappush(self._waiting, (when, next(self._numbers), call))
-        if self._timer is None or when - EARLY_SECONDS < self._timer.when():
+        if self._timer is None or when < self._timer.when():
             if self._timer is not None:
                 self._timer.cancel()
-            self._timer = self._loop.call_at(when - EARLY_SECONDS, self._ring)
+            self._timer = self._loop.call_at(when, self._ring)
 
     def _ring(self) -> None:
         self._timer, now = None, self._loop.time()
         try:
-            while self._waiting and self._waiting[0][0] - EARLY_SECONDS <= now:
+            while self._waiting and self._waiting[0][0] <= now:
                 heapq.heappop(self._waiting)[2]()
         finally:  # also when one of the calls fails, of which the loop tells
             if self._waiting and self._timer is None:
-                self._timer = self._loop.call_at(self._waiting[0][0] - EARLY_SECONDS, self._ring)
+                self._timer = self._loop.call_at(self._waiting[0][0], self._ring)
 
 
 class Server:
