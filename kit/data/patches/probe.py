@@ -229,7 +229,10 @@ def _probe(dataset: Dataset, source: Client, counters: Counters, budget_bytes: i
     ):
         how[name] = f"{word} of {len(latency.seconds)} requests of 1 byte, {latency.in_flight} in flight"
     slow_fraction, slow_factor = slow_requests(latency.seconds)
-    how["latency_slow_fraction"] = f"of those requests, which took {slow_factor:.1f} times as long as the others"
+    how["latency_slow_fraction"] = (
+        f"of those requests, which took {slow_factor:.1f} times as long as the others" if slow_fraction
+        else "of those requests took longer than the spread of the others explains"
+    )  # fmt: skip
     one = prober.load(1, prober.telling_range(middle, spread(latency)), 0.0, least=_BANDWIDTH_REQUESTS)
     bandwidth = _bandwidth(one, latency, how)
     steps = _steps(prober, one, how)
