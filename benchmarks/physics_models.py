@@ -1,8 +1,7 @@
 """Models of weather and physics from other packages, chosen after all rules of kit: a group of `other_models.py`.
 
-Operators in the space of Fourier, a model of the atmosphere, differential equations whose
-solver chooses its steps, a flow of splines, a Gaussian process, spiking and equivariant networks. They need, beside
-what the others need:
+Operators in the space of Fourier, a model of the atmosphere, differential equations whose solver chooses its steps, a
+flow of splines, a Gaussian process, spiking and equivariant networks. They need, beside what the others need:
 
     pip install --no-deps --target .peers neuraloperator tensorly tensorly-torch opt_einsum torch-harmonics
     pip install --no-deps --target .peers microsoft-aurora torchdiffeq zuko gpytorch linear_operator jaxtyping

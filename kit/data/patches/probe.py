@@ -257,16 +257,19 @@ def _probe(dataset: Dataset, source: Client, counters: Counters, budget_bytes: i
 
 def spread(load: Load) -> float:
     """Median distance of the seconds from their median."""
-    middle = statistics.median(load.seconds)
-    return statistics.median(abs(seconds - middle) for seconds in load.seconds)
+    return _median_distance(load.seconds)
+
+
+def _median_distance(values: Sequence[float]) -> float:
+    middle = statistics.median(values)
+    return statistics.median(abs(value - middle) for value in values)
 
 
 def slow_requests(seconds: Sequence[float]) -> tuple[float, float]:
     """The fraction of requests too slow for a lognormal spread like that of most, and how much longer they took."""
     logs = [math.log(max(one, 1e-9)) for one in seconds]
-    middle = statistics.median(logs)
-    deviation = _DEVIATION_OF_NORMAL * statistics.median([abs(one - middle) for one in logs])
-    limit = math.exp(middle + max(_SLOW_DEVIATIONS * deviation, math.log(_LEAST_SLOW_FACTOR)))
+    deviation = _DEVIATION_OF_NORMAL * _median_distance(logs)
+    limit = math.exp(statistics.median(logs) + max(_SLOW_DEVIATIONS * deviation, math.log(_LEAST_SLOW_FACTOR)))
     slow, others = ([one for one in seconds if (one > limit) is wanted] for wanted in (True, False))
     return len(slow) / len(seconds), statistics.fmean(slow) / statistics.fmean(others) if slow else 1.0
 
