@@ -311,7 +311,8 @@ class RealSteps:
                 raise TrialError(told["message"], told["traceback"]) from None
             if not self._is_alone:
                 return dry
-            also = "; so it did when run for real on the CPU" + ("" if str(error) == stopped else f": {error}")
+            other = f"; two steps did not run to an end for real on the CPU either: {error}"
+            also = "; so it did when run for real on the CPU" if str(error) == stopped else other
             facts = {"unknown": stopped + also, "late": bool(self._patience.message or dry.facts.get("late"))}
             return dataclasses.replace(dry, facts=dry.facts | facts)
         if not self._is_alone:
@@ -342,7 +343,7 @@ class RealSteps:
         try:
             real = [self._ran(one) for one in dry]
         except NotRunError as error:
-            said = f"two steps that would settle it were not run for real on the CPU: {error}"
+            said = f"two steps that would settle it did not run to an end for real on the CPU: {error}"
             more = {"why_for_real": said, "late": bool(self._patience.message)}
             return [dataclasses.replace(one, facts=one.facts | more) for one in dry]
         needed_bytes, dry_bytes = (replay(one).peak_allocated_bytes for one in (real[0][0], dry[0]))
@@ -440,6 +441,10 @@ class RealSteps:
                 return _recorded(self._run, self._payload, batch_size, self._patience, "")
         except NotRunError:
             raise
+        except UnansweredError as error:
+            held_bytes = getattr(error.__cause__, "held_bytes", 0)
+            held = f", when batch {batch_size} had held {format_bytes(held_bytes)}" if held_bytes else ""
+            raise NotRunError(f"{self._patience.message}{held}") from error
         except Exception as error:  # a dry run has refused what a fit would refuse
             raise NotRunError(f"{type(error).__name__}: {error}") from error
 

@@ -277,10 +277,9 @@ class PredictionJob:
         if len(known) < self._count and not stopped:
             return []
         ended = self._trial.message if self._trial.state in ENDED else "it took too long"
-        ended = f"run for real on the CPU, {ended}"
-        more = {"why_for_real": f"two steps that would settle it were {ended}"}
+        more = {"why_for_real": f"two steps that would settle it did not run to an end for real on the CPU: {ended}"}
         if stopped:
-            more = {"unknown": f"{stopped}; {ended}"}
+            more = {"unknown": f"{stopped}; run for real on the CPU, {ended}"}
         known = [dataclasses.replace(one, facts=one.facts | more | {"late": True}) for one in known]
         return known if len(known) == self._count else known[:1] * self._count
 

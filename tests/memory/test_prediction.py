@@ -485,7 +485,22 @@ def test_a_loop_that_cannot_be_run_for_real_leaves_its_conditions(config, made, 
     found = predict_memory(config(), made, many)
     assert (found.complete, found.source) == (True, "")
     assert any("count at test_prediction.py" in condition for condition in found.conditions)
-    assert any(re.search(f"run for real.*({why})", reason) for reason in found.reasons)
+    assert any(re.search(f"for real.*({why})", reason) for reason in found.reasons)
+
+
+class EndlessLooping(Wide):
+    def training_step(self, batch, batch_idx):
+        values = self.layer(batch[0])
+        while values.square().sum() >= 0:
+            values = self.layer(values)
+        return values.square().mean()
+
+
+def test_steps_for_real_that_do_not_end_are_told_with_what_they_had_held(config):
+    found = predict_memory(config(), EndlessLooping, many, timeout_seconds=12.0)
+    assert (found.verdict, found.source) == ("fits if", "")
+    [told] = [reason for reason in found.reasons if "for real" in reason]
+    assert re.search(r"still running.*test_prediction.py.*batch 2 had held \d\S* [KM]iB", told)
 
 
 @pytest.mark.parametrize("late", [True, False])

@@ -88,7 +88,7 @@ from kit.memory.record.fakes import FakeValues, fake_values, not_traced, saving_
 from kit.memory.record.recorder import BlockRecorder, Observer
 from kit.memory.record.value_sizes import DRAWN, WRITTEN
 from kit.memory.record.workspace import Workspaces, eight_bit_on_fakes
-from kit.memory.replay.replay import UPPER_BOUND, Recording
+from kit.memory.replay.replay import UPPER_BOUND, Recording, replay
 from kit.memory.replay.snapshot import line_of
 from kit.train.choices import Stage
 from kit.train.fsdp import unit_sizes
@@ -123,6 +123,9 @@ class DryRun:
 
 class NotRunError(Exception):
     """A step that was run for real stopped; the message says why and where."""
+
+    held_bytes = 0
+    """The most that it had held until then."""
 
 
 def record(
@@ -322,7 +325,10 @@ def _recorded(
                 hooks.notes.append(f"the training ended with {unknown}, after what was recorded")
                 unknown = ""
     if unknown and run.for_real:
-        raise NotRunError(unknown) from stopped
+        failed = NotRunError(unknown)
+        with contextlib.suppress(ValueError):  # it stopped before a step began
+            failed.held_bytes = replay(recorder.recording(1, 1)).peak_allocated_bytes
+        raise failed from stopped
     size = fake_batches.batch_size or batch_size or run.config.loader.batch_size
     rounding_bytes = 512 if on_gpu else 1
     if unknown:
