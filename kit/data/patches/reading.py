@@ -113,13 +113,8 @@ class MeasuredReading:
 
     @property
     def notes(self) -> list[str]:
-        """A busy machine, fewer open requests than are allowed, and how well block order mixed, where there is such."""
+        """Fewer open requests than are allowed, and how well block order mixed, where there is such."""
         chunk, found = f"{'×'.join(map(str, self.chunk))} in {self.order} order", []
-        if self.queued_fraction > _BUSY_FRACTION:
-            found.append(
-                f"{chunk}: the machine was busy: what reads waited {self.queued_fraction:.0%} of its time for a core, "
-                "so samples/s say little about the store; measure again when other programs rest"
-            )
         if self.open_reason:
             allowed = f"{self.open_requests} of the {self.requests_in_flight} requests allowed"
             found.append(f"{chunk}: {allowed} are open: {self.open_reason}")
@@ -163,7 +158,14 @@ class Readings(ResultRows[MeasuredReading]):
 
     @property
     def _notes(self) -> list[str]:
-        return [_KEY, *(note for one in self for note in one.notes)]
+        found = [_KEY, *(note for one in self for note in one.notes)]
+        if busy := [one.queued_fraction for one in self if one.queued_fraction > _BUSY_FRACTION]:
+            waited = " to ".join(dict.fromkeys(f"{share:.0%}" for share in (min(busy), max(busy))))
+            found.append(
+                f"the machine was busy: in {len(busy)} of {len(self)} what reads waited {waited} of its time for a "
+                "core, so samples/s say little about the store; measure again when other programs rest"
+            )
+        return found
 
     def __repr__(self) -> str:
         columns, rows, fastest = self._table()
