@@ -520,7 +520,7 @@ def test_pictures_gain_by_what_decoding_one_of_them_smaller_was_timed_to_take():
     guessed = evidence(shares=shares(wait=0.9), hosts=hosts, samples_per_second=10.0, step_seconds=1.0)
     timed = replace(guessed, decoded={"PIL": Decoded(0.06, 0.02, 1 / 64)})
     effect = next(rule.effect for rule in RULES if rule.name == "images decoded at full size")
-    left = (0.8 / 3, 0.6 / 3 + 0.2 / 64)
+    left = (0.6 / 3 + 0.2 * math.sqrt(1 / 3 / 64), 0.6 / 3 + 0.2 / 64)
     assert effect(timed) == pytest.approx([1 / (0.2 + one) for one in left])
     assert effect(guessed)[1] > effect(timed)[1], "a constant"
     no_smaller = replace(guessed, decoded={"PIL": Decoded(0.06, 0.06, 1.0)})

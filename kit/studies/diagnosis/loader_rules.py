@@ -170,8 +170,8 @@ def _full_size_setting(found: Evidence) -> str:
 def _full_size_effect(found: Evidence) -> Range | None:
     """What is left of decoding as it was timed, and of what is done to pictures afterwards by their pixels.
 
-    At least all that was seen shrinks as decoding does; at most, what it takes beyond decoding shrinks with the pixels.
-    So does most of what else the function does that has the picture at hand.
+    What it takes beyond decoding (converting, resizing) shrinks with the pixels at most, and at least by the geometric
+    mean of that and of how decoding does.
     """
     read = _picture(found)
     if read is None:
@@ -187,8 +187,9 @@ def _full_size_effect(found: Evidence) -> Range | None:
         return gone_from_reading(found, within, read.is_worker, *(one / within for one in gone))
     left = min(1.0, timed.reduced_seconds / timed.whole_seconds)
     decoding = min(1.0, timed.whole_seconds * found.batch_samples / (share * read.making_seconds(found)))
-    least = decoding * left + (1 - decoding) * min(left, timed.pixels_kept)
-    return gone_from_reading(found, share, read.is_worker, *sorted((1 - left, 1 - least)))
+    by_pixels = min(left, timed.pixels_kept)
+    most, least = (decoding * left + (1 - decoding) * rest for rest in (math.sqrt(left * by_pixels), by_pixels))
+    return gone_from_reading(found, share, read.is_worker, 1 - most, 1 - least)
 
 
 # -- disks
