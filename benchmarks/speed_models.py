@@ -102,7 +102,7 @@ def at_fastest(seconds: float, pace_seconds: float, fastest_seconds: float, comp
     return seconds / slowed(max(1.0, pace_seconds / fastest_seconds), computing_fraction)
 
 
-_PARTS = ("transfer", "forward", "backward", "optimizer", "other")
+_PARTS = ("transfer", "forward", "backward", "communication", "optimizer", "other")
 
 
 def loader(name: str, batch_size: int) -> DataLoader[Any]:
