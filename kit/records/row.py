@@ -177,15 +177,13 @@ def _measured(trial: Trial) -> Row:
         "device_reserved_peak_bytes": memory.peak("device_reserved_bytes"),
         **{name: read.get(name) for name in READ},
     }
-    used = [event for event in trial.events if event["kind"] == "cpu_used" and event.get("machine_seconds")]
-    if used and len(used) == int(trial.environment.get("world_size") or 1):
-        ranks = sum(event["family_seconds"] / event["wall_seconds"] for event in used)
-        all_cores = statistics.fmean(event["machine_seconds"] / event["wall_seconds"] for event in used)
-        row["other_cores"] = max(0.0, all_cores - ranks)
+    if (others := other_cores(trial)) is not None:
+        row["other_cores"] = others
     if speed := speed_of_operators(trial.paths):
         found = {"predicted": speed.samples_per_second, "low": speed.low, "high": speed.high}
         row |= {f"{SPEED}_{name}": value for name, value in found.items()}
         row["other_cores_when_predicted"] = speed.busy_cores
+        used = (event for event in trial.events if event["kind"] == "cpu_used")
         paces = [event["pace_seconds"] for event in used if event.get("pace_seconds")]
         if paces and speed.pace_seconds:
             slowness = max(1.0, statistics.fmean(paces) / speed.pace_seconds)
@@ -199,6 +197,16 @@ def _measured(trial: Trial) -> Row:
         row |= _triple("device_reserved_bytes", run.predicted_reserved_bytes, run.measured_reserved_bytes)
         row |= {"device_allocated_bytes_ratio": run.ratio, "device_reserved_bytes_ratio": run.reserved_ratio}
     return row
+
+
+def other_cores(trial: Trial) -> float | None:
+    """Cores that all else on the machine used meanwhile; None where a rank did not tell."""
+    used = [event for event in trial.events if event["kind"] == "cpu_used" and event.get("machine_seconds")]
+    if not used or len(used) != int(trial.environment.get("world_size") or 1):
+        return None
+    ranks = sum(event["family_seconds"] / event["wall_seconds"] for event in used)
+    others: float = statistics.fmean(event["machine_seconds"] / event["wall_seconds"] for event in used) - ranks
+    return max(0.0, others)
 
 
 def speed_of_operators(paths: RunPaths) -> SpeedRange | None:

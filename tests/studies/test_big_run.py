@@ -82,6 +82,14 @@ def test_trials_repeated_on_one_count_are_averaged_and_rows_and_folders_are_take
     assert len(predict_run(rows, devices=[1], memory=False).scaling.steps) == 1
 
 
+def test_a_machine_that_others_used_is_told(one):
+    [used] = (event for event in one.events if event["kind"] == "cpu_used")
+    used["machine_seconds"] = used["family_seconds"]
+    assert "other programs" not in str(predict_run(one, devices=[1], memory=False))
+    used["machine_seconds"] += 1.4 * used["wall_seconds"]
+    assert f"used 1.4 cores while {one.name}" in str(predict_run(one, devices=[1], memory=False))
+
+
 def test_watts_that_the_trial_measured_are_billed_in_place_of_rated_ones(one):
     started = one.event("fit_started")
     started.update(accelerator="gpu", device="NVIDIA H100 80GB HBM3")

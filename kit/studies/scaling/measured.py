@@ -20,7 +20,9 @@ from kit.config import Config
 from kit.data.build.layout import network_of
 from kit.errors import ConfigError, KitError, Problem, TrialError
 from kit.events import number
+from kit.machine.processes import BUSY_CORES
 from kit.memory.replay.replay import PHASES
+from kit.records.row import other_cores
 from kit.speed.links import Link, Traffic
 from kit.speed.prediction import SpeedEstimate
 from kit.studies.comparison import DEVICES, NO_DIFFERENCE
@@ -153,8 +155,16 @@ def measure(runs: Any) -> MeasuredScaling:
         config=first.config, trials=tuple(trials), on_gpu=found.on_gpu, cores=found.cores,
         steps=tuple(_steps(trials)), loading=loading,
         traffic=_traffic(first), batch_size=batch, samples_per_epoch=_epoch(first, batch), watts=watts,
-        device=str(first.event("fit_started", "device") or "CPU"), reasons=tuple(reasons),
+        device=str(first.event("fit_started", "device") or "CPU"), reasons=(*reasons, *_busy(trials)),
     )  # fmt: skip
+
+
+def _busy(trials: Iterable[Trial]) -> list[str]:
+    """What is to be said of trials on a machine that others used too."""
+    return [
+        f"other programs used {cores:.1f} cores while {trial.name} ran: a step of it may take less without them"
+        for trial in trials if (cores := other_cores(trial) or 0.0) > BUSY_CORES
+    ]  # fmt: skip
 
 
 def _world(trial: Trial) -> int:
