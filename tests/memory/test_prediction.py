@@ -497,7 +497,7 @@ class EndlessLooping(Wide):
 
 
 def test_steps_for_real_that_do_not_end_are_told_with_what_they_had_held(config):
-    found = predict_memory(config(), EndlessLooping, many, timeout_seconds=12.0)
+    found = predict_memory(config(), EndlessLooping, many, timeout_seconds=24.0)
     assert (found.verdict, found.source) == ("fits if", "")
     [told] = [reason for reason in found.reasons if "for real" in reason]
     assert re.search(r"still running.*test_prediction.py.*batch 2 had held \d\S* [KM]iB", told)
