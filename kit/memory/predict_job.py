@@ -42,7 +42,7 @@ from kit.machine.machine import share
 from kit.machine.processes import memory_limited
 from kit.memory.query import with_numbers, without_memory
 from kit.memory.record.dry_run import JOB, DryRun, NotRunError, record
-from kit.memory.recordings import NEXT, UnansweredError
+from kit.memory.recordings import NEXT, UNSETTLED, UnansweredError
 from kit.memory.replay.cards import DeviceTarget
 from kit.memory.replay.estimate import Residuals, estimate
 from kit.memory.replay.replay import EVALUATIONS, OF_OPTIMIZERS, Recording, is_open, replay, settle, settled_like
@@ -343,8 +343,7 @@ class RealSteps:
         try:
             real = [self._ran(one) for one in dry]
         except NotRunError as error:
-            said = f"two steps that would settle it did not run to an end for real on the CPU: {error}"
-            more = {"why_for_real": said, "late": bool(self._patience.message)}
+            more = {"why_for_real": f"{UNSETTLED}: {error}", "late": bool(self._patience.message)}
             return [dataclasses.replace(one, facts=one.facts | more) for one in dry]
         needed_bytes, dry_bytes = (replay(one).peak_allocated_bytes for one in (real[0][0], dry[0]))
         first, *others = dry[0].facts["conditions"]

@@ -38,6 +38,8 @@ from kit.units import format_seconds
 AT_ONCE = 2
 NEXT = -1
 """As a batch size: one sample more than the recording before."""
+UNSETTLED = "two steps that would settle it did not run to an end for real on the CPU"
+"""What is told of guesses that stay open, before the reason."""
 _KEPT = 128
 _TICK_SECONDS, _LONGEST_TICK_SECONDS, _TICK_FRACTION = 0.005, 0.1, 0.02
 """An answer is looked for again after this part of the time since the last one, within these bounds."""
@@ -277,7 +279,7 @@ class PredictionJob:
         if len(known) < self._count and not stopped:
             return []
         ended = self._trial.message if self._trial.state in ENDED else "it took too long"
-        more = {"why_for_real": f"two steps that would settle it did not run to an end for real on the CPU: {ended}"}
+        more = {"why_for_real": f"{UNSETTLED}: {ended}"}
         if stopped:
             more = {"unknown": f"{stopped}; run for real on the CPU, {ended}"}
         known = [dataclasses.replace(one, facts=one.facts | more | {"late": True}) for one in known]
