@@ -51,6 +51,7 @@ if TYPE_CHECKING:
 
 _EPOCHS = 2
 _PROBE_STEPS, _PROBE_WARMUP, _PROBE_BATCHES = 24, 8, 4
+_STEP_ALONE = "the step alone, from which all epochs are predicted"
 _TRIPLE = ("predicted", "measured", "ratio")
 _COLUMNS = ("case: where the rows are", *_TRIPLE, *_TRIPLE, *_TRIPLE)
 _GROUPS = ("", *["an epoch"] * 3, *["device peak"] * 3, *["host peak"] * 3)
@@ -245,7 +246,7 @@ def placements(
             line.show(f"{len(rows) - 1} of {len(places)} placements measured")
             rows.append(study.run(place[0], place[1], **place[2]))
         line.show(f"{len(places)} placements measured")
-    return Placements(rows=tuple(rows), sentences=tuple(study.sentences))
+    return Placements(rows=tuple(rows), sentences=(*study.sentences, *_disturbed(study.other_cores)))
 
 
 class _Study:
@@ -256,6 +257,8 @@ class _Study:
 
         self.module, self.config = module, config.replace({"trial.predict_memory": False, "trial.count_work": False})
         self._rows, self.sentences = rows, list[str]()
+        self.other_cores: dict[str, float] = {}
+        """That other programs used while each was timed, where they slowed it."""
         resolved = resolve_devices(config, hardware())
         self._global_batch = config.loader.batch_size * resolved.world_size
         self._steps = max(1, math.ceil(len(rows) / self._global_batch))
@@ -264,7 +267,7 @@ class _Study:
         different = min(len(rows), _PROBE_BATCHES * self._global_batch)
         few = RowData(rows, np.arange(len(rows), dtype=np.int64) % different)
         probe = self._trial(few, _PROBE_STEPS, _PROBE_WARMUP)
-        self.sentences += _others("the step alone, from which all epochs are predicted", probe)
+        self._look_at_others(_STEP_ALONE, probe)
         speed = samples_per_second(probe)
         if not speed:
             raise ConfigError([Problem("config", "no step was timed; allow more of trial.timeout_seconds")])
@@ -312,7 +315,7 @@ class _Study:
         from_disk = 0 if in_memory else self._disk_bytes(data, limit_bytes)
         trial = self._trial(data, self._steps * _EPOCHS, self._steps)
         found = compared(trial.paths)
-        self.sentences += _others(name, trial)
+        self._look_at_others(name, trial)
         if not in_memory:
             self.sentences.append(f"{name}: {model.sentence(rates)}")
         speed = samples_per_second(trial)
@@ -358,6 +361,11 @@ class _Study:
         missed: float = touched * (1 - window) ** (sharing - 1)
         return round(missed + missed * (1 - hit_fraction(window)))
 
+    def _look_at_others(self, what: str, trial: Trial) -> None:
+        cores = row_of(trial.paths).get("other_cores") or 0.0
+        if cores > BUSY_CORES:
+            self.other_cores[what] = cores
+
     def _trial(self, data: RowData, steps: int, warmup: int) -> Trial:
         changes: Mapping[str, Any] = {"trial.max_steps": steps, "trial.warmup_steps": warmup}
         trial = RunSource(self.module, data, self.config).start(self.config.replace(changes))
@@ -368,12 +376,13 @@ def _name(rows: Rows) -> str:
     return Path(rows.place).name if rows.file is not None else f"{Path(rows.place).parent.name} (Zarr)"
 
 
-def _others(what: str, trial: Trial) -> list[str]:
-    """What all else on the machine used meanwhile, where that slows what was timed; nothing where it is not known."""
-    cores = row_of(trial.paths).get("other_cores") or 0.0
-    if cores <= BUSY_CORES:
+def _disturbed(other_cores: Mapping[str, float]) -> list[str]:
+    """What other programs took of the machine while something was timed, in one sentence; none where they rested."""
+    if not other_cores:
         return []
-    return [f"{what}: other programs kept {cores:.1f} cores busy while it was timed, so its seconds are too many"]
+    least, most = (f"{end(other_cores.values()):.1f}" for end in (min, max))
+    cores = least if least == most else f"{least} to {most}"
+    return [f"other programs kept {cores} cores busy, so too many seconds were timed of: {'; '.join(other_cores)}"]
 
 
 def _own_memory(trial: Trial) -> int | None:

@@ -141,9 +141,19 @@ def test_two_arrays_stand_in_one_table_with_what_is_said_of_each():
     assert labels == ["1 on disk\nfits the device", "8 on disk\nfits neither"]
 
 
+def test_seconds_beside_other_programs_are_told_once():
+    assert placement._disturbed({}) == []
+    (one,) = placement._disturbed({"x.npy on disk": 1.42})
+    assert "1.4 cores" in one
+    (all_of_them,) = placement._disturbed({"x.npy in memory": 1.42, "x.npy on disk": 1.93})
+    assert "1.4 to 1.9 cores" in all_of_them
+    assert all_of_them.count("x.npy") == 2
+
+
 @pytest.mark.parametrize(("cores", "told"), [(None, 0), (0.2, 0), (1.4, 1)])
-def test_seconds_beside_other_programs_are_told_so(monkeypatch, cores, told):
+def test_other_programs_are_told_from_where_they_slow_something(monkeypatch, cores, told):
     monkeypatch.setattr(placement, "row_of", lambda _: {"other_cores": cores})
-    found = placement._others("x.npy on disk", SimpleNamespace(paths=None))
-    assert len(found) == told
-    assert all("1.4 cores" in text for text in found)
+    study = object.__new__(placement._Study)
+    study.other_cores = {}
+    study._look_at_others("x.npy on disk", SimpleNamespace(paths=None))
+    assert len(study.other_cores) == told
