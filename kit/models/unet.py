@@ -120,7 +120,7 @@ class UNet(Learner):
             wanted = f"model.arguments.variables: {variables}, or name {self.variables} in data.variables"
             raise ConfigError(f"UNet was made for {self.variables} variables, a patch has {variables}; set {wanted}")
         if time <= self.history:
-            wanted = f"data.patch.time: {self.history + 1}, or a smaller model.arguments.history"
+            wanted = f"data.patch to {self.history + 1} along its first dimension, or a smaller model.arguments.history"
             raise ConfigError(
                 f"a patch has {time} time slices, {self.history} of history and 1 to forecast need "
                 f"{self.history + 1}; set {wanted}"
