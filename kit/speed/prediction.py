@@ -116,9 +116,12 @@ def predict_speed(
         costs = table_here(query.config, step, ranks=query.world_size, seconds=measure_seconds).table
     else:
         costs = CardCosts(card_of(target))
+    loading = loader_seconds(query)
+    if loading is not None and target.name != THIS_MACHINE and _lies_in_folder(query.config.data.url):
+        reasons.append("batches are read from a folder, as the store lies here; from a bucket they take longer")
     found = speed_of(
-        recording, target, devices=query.world_size, costs=costs, link=link, between=between,
-        loader_seconds=loader_seconds(query), strategy=strategy,
+        recording, target, devices=query.world_size, costs=costs, link=link, between=between, loader_seconds=loading,
+        strategy=strategy,
     )  # fmt: skip
     return replace(found, config=query.config, reasons=(*reasons, *found.reasons))
 
@@ -345,7 +348,7 @@ _KNOWN = {"aten", "prim", "prims", "c10d", "_c10d_functional", "fsdp", "profiler
 
 
 def loader_seconds(query: MemoryQuery) -> float | None:
-    """Seconds in which kit's own loader gives a batch, by the costs of its store; None for any other data."""
+    """Seconds in which kit's own loader gives a batch, by the costs of its store where it lies; None for other data."""
     from kit.data.build.layout import price_store
     from kit.data.open_dataset import open_dataset
 
@@ -356,6 +359,12 @@ def loader_seconds(query: MemoryQuery) -> float | None:
     except (KitError, OSError, ValueError):
         return None
     return sum(cost.seconds_per_batch for cost in costs) or None
+
+
+def _lies_in_folder(url: str) -> bool:
+    from kit.data.stores.url import local_folder
+
+    return local_folder(url) is not None
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)

@@ -154,7 +154,9 @@ def find_out(config: Config, source: Any = None) -> StoreFacts:
     try:
         facts.plan = plan_chunks(config, source=source)
         facts.hints = layout_hints(config, facts.plan)
-        facts.costs = (facts.plan.chosen,) if facts.dataset is None else price_store(config, facts.dataset)
+        facts.costs = (
+            (facts.plan.chosen,) if facts.dataset is None else price_store(config, facts.dataset, with_network=True)
+        )
     except Exception as error:  # a source is the user's own code
         facts.problem = error_words(error)
     return facts

@@ -50,15 +50,27 @@ def test_each_config_is_a_row_with_prediction_measurement_and_ratio(stores):
     assert re.search("2 of 3.*60% to 90%", several)
 
 
-def test_of_an_epoch_that_is_read_ahead_whole_passes_count(stores):
+def test_of_an_epoch_that_is_read_ahead_whole_passes_count(tiny_config):
     sizes = {"loader.batch_size": 4, "loader.batches_ahead": 2, "data.samples_per_epoch": 24}
-    short = stores[0].replace(sizes | {"chunking.latency_seconds": 10.0, "loader.requests_in_flight": 1024})
-    (one,) = measure_reading(short, seconds=1e-9)
+    with kit.cloud.simulate("no limits") as cloud:
+        config = tiny_config(cloud.url("b/tiny.zarr"), chunking__chunk=CHUNKS[0], chunking__shard="none")
+        kit.build(config, progress=False)
+        short = config.replace(sizes | {"chunking.latency_seconds": 10.0, "loader.requests_in_flight": 1024})
+        (one,) = measure_reading(short, seconds=1e-9)
+        (two,) = measure_reading(short.replace({"data.samples_per_epoch": 8}), seconds=1e-9)
+        (long,) = measure_reading(short.replace({"data.samples_per_epoch": 24_000}), seconds=1e-9)
     assert one.batches == 6
-    (two,) = measure_reading(short.replace({"data.samples_per_epoch": 8}), seconds=1e-9)
     assert 2 * 4 / two.predicted_samples_per_second >= 10
-    (long,) = measure_reading(short.replace({"data.samples_per_epoch": 24_000}), seconds=1e-9)
     assert long.batches == 2
+
+
+def test_a_folder_is_predicted_without_the_network_that_is_planned_for(stores):
+    near, far = (stores[1].replace({"chunking.latency_seconds": seconds}) for seconds in (0.0, 10.0))
+    found = measure_reading(near, far, seconds=1e-9)
+    assert found[0].predicted_samples_per_second == found[1].predicted_samples_per_second
+    assert found[1].predicted_samples_per_second > 8  # far more than latency would allow
+    planned = kit.plan_chunks(far).chosen
+    assert planned.seconds_per_batch > 1
 
 
 @pytest.mark.slow

@@ -147,9 +147,9 @@ def test_tiny_chunks_are_told_from_planned_ones_whatever_network_is_planned_for(
         {**CURES["chunks that do not fit"]["change"], "data.url": _url(slow, f"planned-{batch_size}")}
     )
     kit.build(better)
-    tiny, planned = (store_layout(config, as_it_lies=True) for config in (asked, better))
+    tiny, planned = (store_layout(config) for config in (asked, better))
     assert tiny.seconds_per_batch > 5 * tiny.planned_seconds_per_batch
     assert planned.seconds_per_batch < 3 * planned.planned_seconds_per_batch  # from which the rule names it
     farther = asked.replace({"chunking.latency_seconds": 1.0})
-    assert store_layout(farther, as_it_lies=True).seconds_per_batch == tiny.seconds_per_batch
-    assert store_layout(farther).seconds_per_batch > tiny.seconds_per_batch
+    assert store_layout(farther).seconds_per_batch == tiny.seconds_per_batch
+    assert store_layout(farther, with_network=True).seconds_per_batch > tiny.seconds_per_batch

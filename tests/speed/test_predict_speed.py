@@ -5,6 +5,7 @@ import re
 import sys
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 from waiting import wait_until
@@ -50,6 +51,18 @@ def test_a_card_is_priced_without_it_and_more_devices_train_more_samples(config)
     assert any("ddp" in reason for reason in found[2].reasons)
     assert found[1].bound == "host"
     assert "8 × " not in repr(found[2])
+
+
+def test_a_store_in_a_folder_has_no_network_before_it(config, tmp_path):
+    config = config().replace({
+        "data.url": str(tmp_path / "one.zarr"), "data.patch": {"dim_0": 2, "dim_1": 16, "dim_2": 16},
+        "model.arguments": {"variables": 1, "width": 4, "depth": 1}, "data.samples_per_epoch": 64,
+        "chunking.latency_seconds": 10.0,
+    })  # fmt: skip
+    kit.build(config, source=np.random.default_rng(0).random((64, 32, 32), "f4"), progress=False)
+    speed = predict_speed(config, device="A100-40GB")
+    assert 0 < speed.time.loader_seconds < 10
+    assert "folder" in repr(speed)
 
 
 def test_another_batch_or_card_costs_no_process(memory):

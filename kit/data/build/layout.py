@@ -383,17 +383,18 @@ def price_store(
     dataset: Dataset,
     plan: ChunkPlan | None = None,
     *,
-    as_it_lies: bool = False,
+    with_network: bool = False,
     is_planned: bool = False,
 ) -> tuple[LayoutCost, ...]:
-    """The store as it is cut, priced with the config's network and host: one cost for all variables cut alike.
+    """The store as it is cut and where it lies, priced with the config's host: one cost for all variables cut alike.
 
     What a batch asks of it is what a trial of all epochs expects (`kit.data.stream.expected`). Most stores give one
     cost. Of several, requests, bytes and seconds add up: each is priced as if it had the host alone.
 
     Args:
         plan: Price the store as it would be if it were built again so.
-        as_it_lies: A folder has no network before it, whatever the config says of the place where it will lie.
+        with_network: Price a folder with the network of `chunking` too, as a plan does: as if it lay where it will
+            lie. Other stores always have that network before them.
         is_planned: As of an array that memory does not hold, as a plan counts: a layout that is better only while the
             store is small is not.
 
@@ -416,7 +417,7 @@ def price_store(
         cut = (info.chunk, info.shard or (), info.dtype.itemsize, info.stored_shape)
         alike.setdefault(cut, []).append((info, asked))
     network = replace(network_of(config), in_folder=_in_folders(config))
-    if as_it_lies and network.in_folder:
+    if network.in_folder and not with_network:
         network = Network(
             latency_seconds=0.0, bandwidth_bytes_per_second=math.inf, requests_in_flight=network.requests_in_flight,
             batches_ahead=network.batches_ahead, in_folder=True,

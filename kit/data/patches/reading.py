@@ -7,8 +7,8 @@ requests of its beginning, predicted and measured. Whole passes count where most
 order, because a window is read at once and serves many batches; how well they are mixed stands beside its prediction
 too. Indexes of shards are asked for in the first pass only.
 
-The prediction is that of `kit.chunks.cost` for the store as it is cut, with the network that `config.chunking`
-describes, so put the figures of `kit.data.probe` there first.
+The prediction is that of `kit.chunks.cost` for the store as it is cut, with the network and host that `config.chunking`
+describes, so put the figures of `kit.data.probe` there first. A store in a folder has no network before it.
 
 `kit.data.measure_networks(config, cloud)` turns a simulated cloud to one network after another, does the same in each,
 and lets it serve whole epochs, which it counts as a provider would for the bill. Every network begins with an empty

@@ -338,7 +338,7 @@ def evidence_of(trial: Trial, peaks: Peaks | None = None, profile: Profile | Non
     own = any(event.get("counters") for event in trial.events if event["kind"] == "fit_ended")
     layout, notes = None, list[str]()
     try:
-        layout = store_layout(config, as_it_lies=True) if own else None
+        layout = store_layout(config) if own else None
     except KitError as error:
         notes.append(f"the layout of the store was not judged: {error}")
     given = trial.environment.get("given", {}).get("data", "default") not in ("default", "dataset")
@@ -632,11 +632,11 @@ def _reading(trial: Trial) -> dict[str, Any]:
     }
 
 
-def store_layout(config: Config, as_it_lies: bool = False) -> StoreLayout:
+def store_layout(config: Config, with_network: bool = False) -> StoreLayout:
     """How the store is cut, beside the chunks that `kit.plan_chunks` would choose, both priced as a plan is.
 
     Args:
-        as_it_lies: In a folder, without the network that the config plans for.
+        with_network: As `price_store` takes it.
 
     Raises:
         KitError: when the store does not open, or its costs cannot be predicted.
@@ -647,7 +647,7 @@ def store_layout(config: Config, as_it_lies: bool = False) -> StoreLayout:
     dataset = open_dataset(config)
     plan = plan_chunks(config.replace({"chunking.chunk": "auto", "chunking.shard": "auto", "data.source": None}))
     stored, planned = (
-        price_store(config, dataset, cut, as_it_lies=as_it_lies, is_planned=True) for cut in (None, plan)
+        price_store(config, dataset, cut, with_network=with_network, is_planned=True) for cut in (None, plan)
     )
     seconds, least = (sum(cost.seconds_per_batch for cost in costs) for costs in (stored, planned))
     return StoreLayout(

@@ -471,7 +471,7 @@ def _data_changes(
     if not own:
         return changes, notes
     try:
-        layout = store_layout(config)
+        layout = store_layout(config, with_network=True)
     except KitError:  # there is no store yet
         return changes, notes
     seconds, planned = layout.seconds_per_batch, layout.planned_seconds_per_batch
