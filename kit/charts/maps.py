@@ -168,7 +168,7 @@ def split_figure(split: Split) -> Figure:
     extents = [split.shape[axis] for axis in shown]
     chart = figure(_WIDTH_INCHES, height)
     others = [split.dims[axis] for axis in cut if split.regions.shape[axis] > 1 and axis not in shown]
-    title = split.sentence.split("; cut")[0].split("; training")[0]
+    title = split.sentence.split("; cut")[0]
     if others:
         title += f" (first regions along {', '.join(others)})"
     across = split.dims[shown[-1]]

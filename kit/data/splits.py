@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from math import prod
 from typing import TYPE_CHECKING, Literal, get_args
 
@@ -31,6 +32,9 @@ if TYPE_CHECKING:
 
 Part = Literal["train", "validation", "test"]
 PARTS: tuple[Part, ...] = get_args(Part)
+_MOST_MOVED = 0.2
+"""Of the smaller part beside a border: so far it is moved at most to lie between chunks. A chunk read for two parts
+costs bytes, a part of another size than was asked for changes what is learned."""
 _WORDS = {"train": "training", "validation": "validation", "test": "test"}
 
 
@@ -117,13 +121,28 @@ class Split(Drawable):
         """Sizes that differ from 1, by dimension."""
         return " × ".join(f"{name} {side}" for name, side in zip(self.dims, sides, strict=True) if side > 1) or "1"
 
-    @property
+    @cached_property
     def fractions(self) -> Mapping[Part, float]:
-        """The share of the array that each part has, before its guard."""
+        """The share of the array that each part has; what a guard leaves out is in none."""
+        if any(self.guard):
+            return {part: self._reached(part) for part in PARTS}
         sizes = np.ones(())
         for borders in self.borders:
             sizes = np.multiply.outer(sizes, np.diff(borders).astype(np.float64))
         return {part: float(sizes[self.regions == number].sum() / sizes.sum()) for number, part in enumerate(PARTS)}
+
+    def _reached(self, part: Part) -> float:
+        """Of the array, what patches of a part may touch."""
+        if not (self.regions == PARTS.index(part)).any():
+            return 0.0
+        if self.dimension:
+            return prod(self.extent(part)[1]) / prod(self.shape)
+        ones = (1,) * len(self.shape)
+        try:
+            places = self.allowed(part, ones, ones)
+        except ConfigError:  # the guard leaves nothing
+            return 0.0
+        return 0.0 if places is None else places.share
 
     @property
     def sentence(self) -> str:
@@ -141,17 +160,16 @@ class Split(Drawable):
             sides = " × ".join(f"{name} {side}" for name, side, size in along if side < size)
             return f"{self.regions.size:,} regions of {sides}, drawn: {parts}; cut {border}{guard}"
         axis = self.dims.index(self.dimension)
-        told, cut = [], True
+        told, inside = [], []
         for part in [part for part in shares if part != "train"]:
             (first, size), whole = (pair[axis] for pair in self.extent(part)), self.shape[axis]
             told.append(
                 f"{_WORDS[part]}: {self.dimension} {first:,} to {first + size - 1:,} of {whole:,}, {shares[part]:.0%}"
             )
-            cut = cut and (first - self.guard[axis]) % self.chunk[axis] == 0
-        border = "at a border of chunks, so that no chunk is read for both" if cut else (
-            f"inside a chunk of {self.chunk[axis]}, which is read for both"
-        )  # fmt: skip
-        return f"{'; '.join(told)}; training ends before, {border}{guard}"
+            inside += [_WORDS[part]] if (first - self.guard[axis]) % self.chunk[axis] else []
+        border = f"before {' and '.join(inside)} inside a chunk of {self.chunk[axis]}, which is read for both sides"
+        border = border if inside else "at borders of chunks, so that no chunk is read for two parts"
+        return f"{'; '.join(told)}; cut {border}{guard}"
 
     def __repr__(self) -> str:
         return self.sentence
@@ -224,7 +242,10 @@ def _ends(config: Config, array: ArrayInfo, wanted: Mapping[str, float], guard: 
         kept = sum(wanted[PARTS[later]] for later in parts if later >= number)
         asked = min(max(round(size * (1 - kept)), low), ends[0] - room)
         border = round(asked / chunk) * chunk
-        ends.insert(0, border if low <= border <= ends[0] - room else asked)
+        shares = [1 - sum(wanted.values()), *(wanted[PARTS[later]] for later in parts[1:])]
+        smaller = size * min(shares[parts.index(number) - 1 : parts.index(number) + 1])
+        near = abs(border - asked) <= _MOST_MOVED * smaller
+        ends.insert(0, border if near and low <= border <= ends[0] - room else asked)
     borders = [np.array([0, whole], np.int64) for whole in array.shape]
     borders[axis] = np.array([0, *ends], np.int64)
     regions = np.array(parts, np.int8).reshape([-1 if place == axis else 1 for place in range(len(array.dims))])

@@ -103,11 +103,35 @@ def test_regions_are_drawn_by_their_own_seed_and_told():
 
 def test_three_parts_follow_one_another_in_time():
     split = split_of(config_with(data__guard={"time": 3}), ARRAY)
-    assert [(split.extent(part)[0][0], split.extent(part)[1][0]) for part in PARTS] == [(0, 25), (28, 2), (33, 7)]
-    assert "time 28 to 29 of 40" in split.sentence
+    assert [(split.extent(part)[0][0], split.extent(part)[1][0]) for part in PARTS] == [(0, 25), (28, 4), (35, 5)]
+    assert "time 28 to 31 of 40, 10%" in split.sentence
     assert split.figure().axes
     none = split_of(config_with(data__guard={"time": 0, "lat": 0}), ARRAY)
     assert none.guard == split_of(config_with(), ARRAY).guard
+
+
+@pytest.mark.parametrize("chunk", [5, 20, 40])
+@pytest.mark.parametrize(("validation", "test"), [(0.2, 0.0), (0.2, 0.1), (0.1, 0.1), (0.3, 0.3)])
+def test_parts_are_of_the_size_asked_for_whatever_the_chunks(chunk, validation, test):
+    array = SimpleNamespace(**{**vars(ARRAY), "shape": (200, 30, 36), "chunk": (chunk, 10, 12)})
+    split = split_of(config_with(data__validation_fraction=validation, data__test_fraction=test), array)
+    asked = {"train": 1 - validation - test, "validation": validation, "test": test}
+    for part, share in split.fractions.items():
+        assert share == pytest.approx(asked[part], rel=0.45, abs=1e-9)  # a fifth of the smaller part at either end
+    borders = split.borders[0][1:-1]
+    assert ("inside a chunk" in split.sentence) == bool((borders % chunk).any())
+    assert f"{split.fractions['validation']:.0%}" in split.sentence
+
+
+@pytest.mark.parametrize("way", ["end", "regions"])
+def test_what_a_guard_leaves_out_is_in_no_part(way):
+    free, guarded = (
+        split_of(config_with(data__split=way, data__guard=guard), ARRAY).fractions
+        for guard in ({}, {"time": 3, "lat": 3})
+    )
+    assert sum(free.values()) == pytest.approx(1)
+    assert sum(guarded.values()) < 0.95
+    assert all(0 < guarded[part] < free[part] for part in ("validation", "test"))
 
 
 @pytest.mark.parametrize(
