@@ -46,8 +46,13 @@ def parse_bytes(text: str | float, name: str = "") -> int:
     return round(size)
 
 
-def format_bytes(number_of_bytes: float) -> str:
-    """`1536` -> `"1.5 KiB"`; three significant digits, never rounded up across a unit."""
+def format_bytes(number_of_bytes: float, *, up: bool = False) -> str:
+    """`1536` -> `"1.5 KiB"`; three significant digits, never rounded up across a unit.
+
+    Args:
+        number_of_bytes: What is written.
+        up: Round up, so that a size which is said to be enough is enough when it is typed in.
+    """
     if not math.isfinite(number_of_bytes):
         return str(number_of_bytes)
     sign, size = ("-" if number_of_bytes < 0 else ""), abs(number_of_bytes)
@@ -57,6 +62,8 @@ def format_bytes(number_of_bytes: float) -> str:
     if power == 0:
         return f"{sign}{size:.0f} B"
     digits = 2 if size < 10 else 1 if size < 100 else 0
+    if up:
+        size = math.ceil(size * 10**digits) / 10**digits
     number = f"{size:.{digits}f}"
     number = number.rstrip("0").rstrip(".") if "." in number else number
     return f"{sign}{number} {_BINARY[power]}"

@@ -26,6 +26,11 @@ def test_a_formatted_size_reads_back_within_its_three_digits(number_of_bytes):
     assert parse_bytes(format_bytes(number_of_bytes)) == pytest.approx(number_of_bytes, rel=0.005, abs=0.5)
 
 
+@given(st.integers(0, 1 << 59))
+def test_a_size_written_rounded_up_is_enough_when_it_is_read_back(number_of_bytes):
+    assert number_of_bytes <= parse_bytes(format_bytes(number_of_bytes, up=True)) <= 1.01 * number_of_bytes + 1
+
+
 @pytest.mark.parametrize(
     ("seconds", "text"),
     [(0, "0 µs"), (0.00123, "1.23 ms"), (12.345, "12.3 s"), (75, "1 min 15 s"), (59.9, "1 min"), (4000, "1 h 7 min")],

@@ -255,7 +255,7 @@ def plan_samples(
         least = 2 * Blocks(axes, ones).footprint * chunk_bytes
         message = (
             f"{format_bytes(loader.window_bytes)} cannot hold two blocks of one chunk with what their patches reach; "
-            f"use at least {format_bytes(least)}, a smaller patch, or order random"
+            f"use at least {format_bytes(least, up=True)}, a smaller patch, or order random"
         )
         raise ConfigError([Problem("loader.window_bytes", message)])
     limit = WindowLimit(

@@ -259,17 +259,21 @@ def _check_own_data(config: Config, world_size: int) -> dict[str, Any]:
     from kit.data.splits import split_of, widest_of
     from kit.data.stores.url import is_shared
     from kit.data.stream.engine import Engine
-    from kit.data.stream.memory import refuse_too_little
+    from kit.data.stream.memory import loader_settings, refuse_too_little, refuse_too_little_memory
 
     if not is_shared(config.data.url):
         message = f"{config.data.url} lives in this process only; a trial runs in others. Build to a folder or a bucket"
         raise ConfigError([Problem("data.url", message)])
     dataset = open_dataset(config)
     plan = sample_plan(config, dataset, world_size)
+    settings, few = loader_settings(config)
+    read = [(plan, settings)]
     if config.trial.validate_every_steps:
-        sample_plan(config, dataset, world_size, part="validation")
+        read.append((sample_plan(config, dataset, world_size, part="validation"), few))
     if config.trial.test_batches:
-        sample_plan(config, dataset, world_size, part="test")
+        read.append((sample_plan(config, dataset, world_size, part="test"), few))
+    for part, how in read:
+        refuse_too_little_memory(dataset.select(config.data.variables), part, how, config.loader.memory_bytes)
     batch_bytes = plan.batch_bytes(len(dataset.select(config.data.variables)))
     refuse_too_little(config.loader, batch_bytes, world_size)
     # Opens nothing, and refuses what it cannot read.

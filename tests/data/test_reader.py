@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from functools import partial
@@ -12,13 +13,15 @@ from properties import at_night, crossed
 from zarr_stores import AsyncStore, seen_through, write_array
 
 from kit.chunks.resources import OPENING_BYTES
+from kit.config import Config
 from kit.data.open_dataset import open_dataset
 from kit.data.patches.loader import PatchLoader
 from kit.data.samples import SamplePlan
 from kit.data.stream.engine import Engine
-from kit.data.stream.memory import batch_bytes, largest_chunk_bytes
+from kit.data.stream.memory import batch_bytes, largest_chunk_bytes, loader_settings, refuse_too_little_memory
 from kit.errors import ConfigError
 from kit.sections import Loader
+from kit.units import parse_bytes
 
 SHAPE, CHUNK, PATCH = (64, 256, 256), (1, 64, 64), (1, 32, 32)
 DATA_BYTES = 64 * 256 * 256 * 4
@@ -114,6 +117,20 @@ def test_every_order_streams_within_the_memory_of_a_config(stored, order, num_wo
 def test_a_config_that_cannot_keep_to_its_memory_is_refused_before_reading(stored, changes, named):
     with pytest.raises(ConfigError, match=rf"loader\.memory_bytes: . MiB cannot hold.*{named}.*use at least"):
         loader_of(stored[0], **changes)
+
+
+@pytest.mark.parametrize("validation", [0.0, 0.2])
+def test_the_memory_that_is_said_to_be_enough_is(stored, validation):
+    """Validation reads with a part of it, and so does training beside it."""
+    asked = Config().replace({"data.validation_fraction": validation, "loader.memory_bytes": "256 KiB"})
+    plan = loader_of(stored[0]).plan
+    few = loader_settings(asked)
+    for place in (0, 1):
+        with pytest.raises(ConfigError, match="use at least ([0-9.]+ .iB)") as refused:
+            refuse_too_little_memory(stored[0].select(), plan, few[place], 256 << 10)
+        enough = re.search("use at least ([0-9.]+ .iB)", str(refused.value))[1]
+        settings = loader_settings(asked.replace({"loader.memory_bytes": enough}))[place]
+        refuse_too_little_memory(stored[0].select(), plan, settings, parse_bytes(enough))
 
 
 def test_sizes_are_those_of_the_arrays(tmp_path):

@@ -17,7 +17,6 @@ already, and no sampler is put in its place.
 
 from __future__ import annotations
 
-import math
 import multiprocessing
 import os
 import random
@@ -34,7 +33,6 @@ from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 from typing_extensions import override
 
 from kit.chunks.requests import Coalescing
-from kit.chunks.resources import HOLES_SHARE
 from kit.data.dataset import Dataset
 from kit.data.epochs import mixing
 from kit.data.samples import EpochPlan, SamplePlan
@@ -43,12 +41,10 @@ from kit.data.stores.transfer import NAMES, absent_chunks, total
 from kit.data.stores.url import redact
 from kit.data.stream import memory
 from kit.data.stream.engine import Engine, Span, Spans
-from kit.data.stream.memory import Arrays, batch_bytes, largest_chunk_bytes
-from kit.data.variables import ArrayInfo
-from kit.errors import ConfigError, KitWarning, Problem
+from kit.data.stream.memory import Arrays
+from kit.errors import KitWarning
 from kit.machine.processes import die_with, note_process, shorten_socket_paths
 from kit.sections import Loader
-from kit.units import format_bytes
 
 Batch = TypeVar("Batch")
 AnyPlan = TypeVar("AnyPlan", bound=EpochPlan)
@@ -290,6 +286,7 @@ class PatchLoader(EpochLoader[PatchBatch, SamplePlan]):
         standardize: Shift and scale by the mean and deviation found while building.
         coalescing: Which neighbours in a shard share a request.
         read_cache: Keeps what requests to an object store gave.
+        whole_bytes: As `kit.data.stream.memory.refuse_too_little_memory` takes it.
 
     Raises:
         ConfigError: for an unknown or non-numeric variable, one to be standardised without statistics, or too little
@@ -307,10 +304,11 @@ class PatchLoader(EpochLoader[PatchBatch, SamplePlan]):
         standardize: bool = False,
         coalescing: Coalescing | None = None,
         read_cache: ReadCache | None = None,
+        whole_bytes: int | None = None,
     ) -> None:
         self.plan = plan
         processes = max(1, settings.num_workers)
-        _refuse_too_little_memory(dataset.select(variables), plan, settings)
+        memory.refuse_too_little_memory(dataset.select(variables), plan, settings, whole_bytes)
         memory.refuse_too_little(settings, plan.batch_bytes(len(dataset.select(variables))))
         engine = Engine(
             dataset, variables, requests_in_flight=max(1, settings.requests_in_flight // processes),
@@ -408,24 +406,3 @@ def _pinned_array(shape: tuple[int, ...], dtype: Any) -> NDArray[Any]:
     """An array in pinned memory, which torch keeps and gives again when the batch before is forgotten."""
     kind = torch.bool if np.dtype(dtype) == np.bool_ else torch.float32
     return torch.empty(shape, dtype=kind, pin_memory=True).numpy()
-
-
-def _refuse_too_little_memory(arrays: Sequence[ArrayInfo], plan: SamplePlan, settings: Loader) -> None:
-    """Raises: ConfigError: when batches, kept chunks and one request at a time do not fit `loader.memory_bytes`."""
-    processes = max(1, settings.num_workers)
-    everything = sum(info.nbytes for info in arrays)
-    kept = settings.window_bytes if plan.windows else settings.cache_bytes // processes
-    batches = (settings.batches_ahead + 2) * batch_bytes(arrays, plan.batch_size, plan.patch)
-    chunks = (settings.decode_threads + 1) * largest_chunk_bytes(arrays)
-    needed = processes * math.ceil((batches + min(kept, everything) + chunks) * HOLES_SHARE / (HOLES_SHARE - 1))
-    if needed > settings.memory_bytes:
-        name = "window" if plan.windows else "cache"
-        where = f" in each of {processes} processes" if settings.num_workers else ""
-        message = (
-            f"{format_bytes(settings.memory_bytes)} cannot hold {settings.batches_ahead + 2} batches "
-            f"({format_bytes(batches)}), the {name} ({format_bytes(min(kept, everything))}) and "
-            f"{settings.decode_threads + 1} chunks ({format_bytes(chunks)}), with one part in {HOLES_SHARE} for "
-            f"fragmentation{where}; use at least {format_bytes(needed)}, or less of loader.batches_ahead, batch_size "
-            f"or {name}_bytes"
-        )
-        raise ConfigError([Problem("loader.memory_bytes", message)])

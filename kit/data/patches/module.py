@@ -32,6 +32,7 @@ from kit.data.sampling import sample_plan
 from kit.data.splits import Part
 from kit.data.stores.disk_cache import ReadCache
 from kit.data.stores.url import redact
+from kit.data.stream.memory import loader_settings
 from kit.errors import ConfigError
 from kit.sections import Loader
 
@@ -115,16 +116,6 @@ class EpochData(LightningDataModule):
         interval = trainer.val_check_interval
         if isinstance(interval, float) and trainer.val_check_batch != float("inf"):
             trainer.val_check_batch = max(1, int(loop.max_batches * interval))
-
-
-def loader_settings(config: Config) -> tuple[Loader, Loader]:
-    """How training and validation read, within one budget of memory: validation gets a quarter of it, and threads."""
-    whole = config.loader
-    if not config.data.validation_fraction:
-        return whole, whole
-    quarter = whole.memory_bytes // 4
-    few = {"num_workers": 0, "batches_ahead": min(1, whole.batches_ahead), "cache_bytes": 0, "memory_bytes": quarter}
-    return whole.model_copy(update={"memory_bytes": whole.memory_bytes - quarter}), whole.model_copy(update=few)
 
 
 class ConfiguredData(EpochData):
@@ -257,4 +248,5 @@ class PatchData(EpochData):
             standardized_by(config, dataset), sample_plan(config, dataset, world_size, part=part), settings, rank=rank,
             variables=config.data.variables, standardize=config.data.standardize,
             coalescing=network_of(config).coalescing, read_cache=ReadCache.of(config.cache),
+            whole_bytes=config.loader.memory_bytes,
         )  # fmt: skip

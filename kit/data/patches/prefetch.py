@@ -29,7 +29,7 @@ from kit.data.open_dataset import open_dataset
 from kit.data.stores.disk_cache import WHOLE, ReadCache, SharedFolder
 from kit.data.stores.http import Client
 from kit.data.stores.transfer import Counters
-from kit.data.stores.url import redact
+from kit.data.stores.url import local_folder, redact
 from kit.data.stream.cached import ObjectNames
 from kit.data.stream.codec import ABSENT, FetchOnceCache, StoredArray
 from kit.data.stream.fetch import is_remote, open_client
@@ -43,6 +43,7 @@ _REQUEST_SECONDS = 60.0
 _MOST_THREADS = 32
 _OVERHEAD = 1.1
 """Of a cache over the bytes that it keeps, at most."""
+_NEVER_CACHED = "{} is on this machine, and is read without a cache"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -96,6 +97,8 @@ def prefetch(config: Config, given: Dataset | None = None, *, progress: bool | P
         >>> found[0].requests > 0, found[1].requests
         (True, 0)
     """
+    if given is None and all(local_folder(url) is not None for url in (config.data.url, *config.data.more)):
+        raise PlanError(_NEVER_CACHED.format(redact(config.data.url)))
     cache = ReadCache.of(config.cache)
     if cache is None:
         raise ConfigError([Problem("cache.size_bytes", "is 0, so nothing is kept; set it to the size of the data")])
@@ -105,7 +108,7 @@ def prefetch(config: Config, given: Dataset | None = None, *, progress: bool | P
     store = dataset.open_store()
     try:
         if not is_remote(store):
-            raise PlanError(f"{redact(dataset.url)} is on this machine, and is read without a cache")
+            raise PlanError(_NEVER_CACHED.format(redact(dataset.url)))
         arrays = dataset.select(config.data.variables)
         _refuse_too_small(dataset, arrays, cache)
         counters = Counters()
@@ -139,7 +142,7 @@ def _refuse_too_small(dataset: Dataset, arrays: Sequence[ArrayInfo], cache: Read
     if needed > cache.size_bytes:
         message = (
             f"{format_bytes(cache.size_bytes)} cannot hold the {format_bytes(needed)} of "
-            f"{', '.join(sorted(names))}; use at least {format_bytes(int(_OVERHEAD * needed) + 1)}, or fewer "
+            f"{', '.join(sorted(names))}; use at least {format_bytes(_OVERHEAD * needed, up=True)}, or fewer "
             "data.variables"
         )
         raise ConfigError([Problem("cache.size_bytes", message)])

@@ -37,7 +37,7 @@ from kit.arguments import checks_arguments
 from kit.chunks.resources import DiskRates
 from kit.config import Config
 from kit.data.patches.loader import EpochLoader, EpochStream, pins, shared
-from kit.data.patches.module import ConfiguredData, loader_settings
+from kit.data.patches.module import ConfiguredData
 from kit.data.places import generator_of
 from kit.data.rows.page_cache import drop_cached
 from kit.data.rows.rows import Rows, Which, open_rows
@@ -45,6 +45,7 @@ from kit.data.rows.sources import ZarrRows
 from kit.data.samples import EpochPlan, SamplePlan
 from kit.data.stream import memory
 from kit.data.stream.engine import Spans
+from kit.data.stream.memory import loader_settings
 from kit.errors import ConfigError, Problem
 from kit.machine.processes import disk_read_bytes
 from kit.sections import Loader
@@ -161,21 +162,24 @@ class RowLoader(EpochLoader[RowBatch, RowOrder]):
         order: Which rows are in which batch.
         settings: How batches are read ahead.
         rank: This process's rank in the order.
+        whole_bytes: What the config allows all readers together; None where this one has it all.
 
     Raises:
         ConfigError: when batches that are read ahead do not fit `loader.memory_bytes` or shared memory.
     """
 
-    def __init__(self, rows: Rows, order: RowOrder, settings: Loader, *, rank: int = 0) -> None:
+    def __init__(
+        self, rows: Rows, order: RowOrder, settings: Loader, *, rank: int = 0, whole_bytes: int | None = None
+    ) -> None:
         processes = max(1, settings.num_workers)
         batches = (settings.prefetch_factor if settings.num_workers else settings.batches_ahead) + 2
         needed_bytes = processes * batches * order.batch_size * rows.delivered_row_bytes
         if needed_bytes > settings.memory_bytes:
             each = f" in each of {processes} processes" if settings.num_workers else ""
             message = (
-                f"{format_bytes(settings.memory_bytes)} cannot hold {batches} batches of {order.batch_size} rows of "
-                f"{format_bytes(rows.delivered_row_bytes)}{each}; use at least {format_bytes(needed_bytes)}, or a "
-                "smaller loader.batch_size"
+                f"{memory.allowed_text(settings, whole_bytes)} cannot hold {batches} batches of {order.batch_size} "
+                f"rows of {format_bytes(rows.delivered_row_bytes)}{each}; use at least "
+                f"{memory.enough_text(needed_bytes, settings, whole_bytes)}, or a smaller loader.batch_size"
             )
             raise ConfigError([Problem("loader.memory_bytes", message)])
         memory.refuse_too_little(settings, order.batch_size * rows.delivered_row_bytes)
@@ -396,7 +400,10 @@ class RowData(ConfiguredData):
         world_size, rank = self.ranks
         self._close()
         settings, _ = loader_settings(self.config)
-        self.loader = RowLoader(self._kept or self.rows, self.order(world_size), settings, rank=rank)
+        self.loader = RowLoader(
+            self._kept or self.rows, self.order(world_size), settings, rank=rank,
+            whole_bytes=self.config.loader.memory_bytes,
+        )  # fmt: skip
         self.loader.on_length = self._tell_length
         return self.loader
 
@@ -409,7 +416,9 @@ class RowData(ConfiguredData):
         order = replace(
             self.order(world_size), rows=rows, first_row=first, batch_size=size, shuffle=False, drop_last=False
         )
-        self.validation_loader = RowLoader(self._kept or self.rows, order, settings, rank=rank)
+        self.validation_loader = RowLoader(
+            self._kept or self.rows, order, settings, rank=rank, whole_bytes=self.config.loader.memory_bytes
+        )
         return self.validation_loader
 
     # -- by itself

@@ -477,9 +477,7 @@ def _way_out(error: BaseException, url: str) -> str:
     if isinstance(error, ImportError):
         return f"; the package that reads {url.partition('://')[0]}:// is not installed"
     if isinstance(error, OSError) and "://" not in url and error.errno in _NO_PLACE:
-        return (
-            "; there is no such folder, or it cannot be made or written; choose another data.url or change its rights"
-        )
+        return "; there is no such folder, or it cannot be made or written; choose another place or change its rights"
     if isinstance(error, PermissionError) or re.search(r"\b(401|403)\b|forbidden|unauthorized|anonymous caller", text):
         return "; check data.credentials (default, anonymous or env:NAME) and the rights on the bucket"
     if "virtual chunk" in text:

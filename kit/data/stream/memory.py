@@ -2,7 +2,9 @@
 
 The budget's limit is evaluated at each request, since caches and batches come and go beside it. The invariant: a
 request that is alone always goes ahead, so reading goes on, slowly, even where the limit is less than one chunk; a
-config that allows so little is refused before (`kit.data.patches.loader`).
+config that allows so little is refused before (`refuse_too_little_memory`).
+
+What a config allows is shared: where there is validation, it reads with a quarter (`loader_settings`).
 
 Loader processes hand batches over in /dev/shm, of which a container may have 64 MiB, whatever the machine has. Where it
 is full a process dies of a bus error or waits for ever, so `refuse_too_little` compares before any is started.
@@ -24,7 +26,10 @@ from zarr.abc.store import Store
 
 from kit.chunks.access import VALUE_BYTES
 from kit.chunks.requests import Coalescing
+from kit.chunks.resources import HOLES_SHARE
+from kit.config import Config
 from kit.data.dataset import Dataset
+from kit.data.samples import SamplePlan
 from kit.data.stores.disk_cache import ReadCache
 from kit.data.stream.scatter import Packing
 from kit.data.variables import ArrayInfo
@@ -142,6 +147,63 @@ def batch_bytes(arrays: Sequence[ArrayInfo], samples: int, patch: Sequence[int])
 def largest_chunk_bytes(arrays: Sequence[ArrayInfo]) -> int:
     """Decoded bytes of the largest chunk."""
     return max(info.chunk_bytes for info in arrays)
+
+
+def loader_settings(config: Config) -> tuple[Loader, Loader]:
+    """How training and validation read, within one budget of memory: validation gets a quarter of it, and threads."""
+    whole = config.loader
+    if not config.data.validation_fraction:
+        return whole, whole
+    quarter = whole.memory_bytes // 4
+    few = {"num_workers": 0, "batches_ahead": min(1, whole.batches_ahead), "cache_bytes": 0, "memory_bytes": quarter}
+    return whole.model_copy(update={"memory_bytes": whole.memory_bytes - quarter}), whole.model_copy(update=few)
+
+
+def refuse_too_little_memory(
+    arrays: Sequence[ArrayInfo], plan: SamplePlan, settings: Loader, whole_bytes: int | None = None
+) -> None:
+    """Refuse what can never be read within `loader.memory_bytes`.
+
+    Args:
+        arrays: What is read.
+        plan: In which batches.
+        settings: How, with this reader's part of the memory.
+        whole_bytes: What the config allows all readers together; None where this one has it all.
+
+    Raises:
+        ConfigError: when batches, kept chunks and one request at a time do not fit.
+    """
+    processes = max(1, settings.num_workers)
+    everything = sum(info.nbytes for info in arrays)
+    kept = settings.window_bytes if plan.windows else settings.cache_bytes // processes
+    batches = (settings.batches_ahead + 2) * batch_bytes(arrays, plan.batch_size, plan.patch)
+    chunks = (settings.decode_threads + 1) * largest_chunk_bytes(arrays)
+    needed = processes * math.ceil((batches + min(kept, everything) + chunks) * HOLES_SHARE / (HOLES_SHARE - 1))
+    if needed > settings.memory_bytes:
+        name = "window" if plan.windows else "cache"
+        where = f" in each of {processes} processes" if settings.num_workers else ""
+        message = (
+            f"{allowed_text(settings, whole_bytes)} cannot hold {settings.batches_ahead + 2} batches "
+            f"({format_bytes(batches)}), the {name} ({format_bytes(min(kept, everything))}) and "
+            f"{settings.decode_threads + 1} chunks ({format_bytes(chunks)}), with one part in {HOLES_SHARE} for "
+            f"fragmentation{where}; use at least {enough_text(needed, settings, whole_bytes)}, or less of "
+            f"loader.batches_ahead, batch_size or {name}_bytes"
+        )
+        raise ConfigError([Problem("loader.memory_bytes", message)])
+
+
+def allowed_text(settings: Loader, whole_bytes: int | None) -> str:
+    """What a reader may use, and of how much where others have a part too."""
+    own = format_bytes(settings.memory_bytes)
+    if whole_bytes is None or whole_bytes == settings.memory_bytes:
+        return own
+    return f"{format_bytes(whole_bytes)}, of which this reader has {own} beside validation or training,"
+
+
+def enough_text(needed_bytes: int, settings: Loader, whole_bytes: int | None) -> str:
+    """What `loader.memory_bytes` has to be, so that this reader's part of it is enough."""
+    share = 1.0 if whole_bytes is None else settings.memory_bytes / whole_bytes
+    return format_bytes(math.ceil(needed_bytes / share) + 1 if share < 1 else needed_bytes, up=True)
 
 
 FOLDER = Path("/dev/shm")
