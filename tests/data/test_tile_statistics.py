@@ -14,6 +14,7 @@ from kit.data.patches.tiles import standardized_by
 from kit.data.sampling import sample_plan
 from kit.errors import ConfigError
 from kit.models.unet import UNet
+from kit.studies.diagnosis.evidence import store_layout
 
 SHAPE, CHUNK = (11, 37, 52), (4, 16, 16)
 QUIET = {
@@ -139,6 +140,15 @@ def test_patches_without_enough_sea_are_left_out_and_nothing_is_read_for_that(tm
     with pytest.raises(ConfigError, match="leaves no patch"):
         whole = config_of(place, data__least_valid_fraction=1.0, data__patch={"lon": 52})
         sample_plan(whole, open_dataset(whole), 1)
+
+
+@pytest.mark.parametrize("changes", [{"data__least_valid_fraction": 0.5}, {"data__weight_by": "valid"}])
+def test_a_store_with_a_filter_is_compared_with_one_cut_again(tmp_path, changes):
+    config = config_of(own(tmp_path), **changes)
+    kit.data.statistics(config, progress=False)
+    layout = store_layout(config)
+    assert layout.seconds_per_batch > 0
+    assert layout.planned_seconds_per_batch > 0
 
 
 def test_patches_are_drawn_in_proportion_to_their_deviation(tmp_path):

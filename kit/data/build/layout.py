@@ -392,7 +392,8 @@ def price_store(
     cost. Of several, requests, bytes and seconds add up: each is priced as if it had the host alone.
 
     Args:
-        plan: Price the store as it would be if it were built again so.
+        plan: Price the store as it would be if it were built again so. Statistics and coordinates lie in the store as
+            it is, so what filters, weights and gaps leave out is not counted then.
         with_network: Price a folder with the network of `chunking` too, as a plan does: as if it lay where it will
             lie. Other stores always have that network before them.
         is_planned: As of an array that memory does not hold, as a plan counts: a layout that is better only while the
@@ -406,7 +407,7 @@ def price_store(
     ratio = 1 / stored if stored else config.chunking.compression_ratio or 1.0
     if plan is not None:
         cut_again = {name: _cut_again(info, plan) for name, info in dataset.arrays.items()}
-        dataset = replace(dataset, url="", manifest=None, arrays=cut_again)
+        dataset, config = replace(dataset, url="", manifest=None, arrays=cut_again), without_filters(config)
     arrays, pattern = dataset.select(config.data.variables), pattern_of(config)
     played = _played(
         config, dataset, pattern["ranks"], most_touched=_MOST_TOUCHED, compression_ratio=ratio, is_planned=is_planned
@@ -424,6 +425,11 @@ def price_store(
         )  # fmt: skip
     pattern |= {"compression_ratio": ratio}
     return tuple(_price(config, network, alike[cut], pattern) for cut in sorted(alike))
+
+
+def without_filters(config: Config) -> Config:
+    """The config with every patch of an epoch, each as likely as the others."""
+    return config.replace({"data.least_valid_fraction": 0.0, "data.weight_by": "nothing", "data.gap_dimension": ""})
 
 
 def _cut_again(info: ArrayInfo, plan: ChunkPlan) -> ArrayInfo:

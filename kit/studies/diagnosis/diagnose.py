@@ -36,7 +36,7 @@ from kit.errors import ConfigError, KitError, Problem, TrialError
 from kit.records.trace import PHASE_LABELS, PHASES
 from kit.registry import Drawable, display
 from kit.speed.peaks import Peaks, device_peaks
-from kit.studies.diagnosis.evidence import BUSY_FRACTION, MUCH_SEEN, Evidence, evidence_of, most_seen
+from kit.studies.diagnosis.evidence import BUSY_FRACTION, MUCH_SEEN, Evidence, NoStepError, evidence_of, most_seen
 from kit.studies.diagnosis.gains import measured_gains, training_alone, without_drawing
 from kit.studies.diagnosis.rule import Change, Range, Rule, bounded, middle, show, widened
 from kit.studies.diagnosis.rules import RULES
@@ -373,7 +373,7 @@ def diagnose(
             notes.append(f"the peak of the device was not measured: {error}")
     try:
         evidence = evidence_of(trial, found, profile)
-    except ValueError as error:
+    except NoStepError as error:
         more = "" if trial.ended else "; it has not ended: wait for it with trial.wait()"
         raise TrialError(f"{trial.name} cannot be diagnosed: {error}{more}") from error
     if short_trials:

@@ -323,16 +323,20 @@ def function_of(place: str) -> str:
     return file + rest.partition(",")[2]
 
 
+class NoStepError(ValueError):
+    """A trial of warm-up steps alone."""
+
+
 def evidence_of(trial: Trial, peaks: Peaks | None = None, profile: Profile | None = None) -> Evidence:
     """What `trial` tells, and a profile of the same.
 
     Raises:
-        ValueError: when no step was measured after the warm-up.
+        NoStepError: when no step was measured after the warm-up.
     """
     config, warm = trial.config, trial.config.trial.warmup_steps
     steps = [event for event in trial.steps if int(event["step"]) > warm]
     if not steps:
-        raise ValueError(f"no step was measured: all {len(trial.steps)} were warm-up (trial.warmup_steps is {warm})")
+        raise NoStepError(f"no step was measured: all {len(trial.steps)} were warm-up (trial.warmup_steps is {warm})")
     started = trial.event("fit_started") or {}
     here = trial.environment.get("machine") == machine()
     own = any(event.get("counters") for event in trial.events if event["kind"] == "fit_ended")
@@ -641,9 +645,10 @@ def store_layout(config: Config, with_network: bool = False) -> StoreLayout:
     Raises:
         KitError: when the store does not open, or its costs cannot be predicted.
     """
-    from kit.data.build.layout import plan_chunks, price_store
+    from kit.data.build.layout import plan_chunks, price_store, without_filters
     from kit.data.open_dataset import open_dataset
 
+    config = without_filters(config)
     dataset = open_dataset(config)
     plan = plan_chunks(config.replace({"chunking.chunk": "auto", "chunking.shard": "auto", "data.source": None}))
     stored, planned = (

@@ -26,7 +26,7 @@ from kit.records.row import other_cores
 from kit.speed.links import Link, Traffic
 from kit.speed.prediction import SpeedEstimate
 from kit.studies.comparison import DEVICES, NO_DIFFERENCE
-from kit.studies.diagnosis.evidence import Evidence, evidence_of
+from kit.studies.diagnosis.evidence import Evidence, NoStepError, evidence_of
 from kit.studies.scaling.model import Loading, Step
 from kit.trial.trial import Trial
 
@@ -145,7 +145,7 @@ def measure(runs: Any) -> MeasuredScaling:
             raise ConfigError([Problem("trials", message)])
     try:
         found = evidence_of(first)
-    except ValueError as error:
+    except NoStepError as error:
         raise TrialError(f"{first.name}: {error}; give it more steps") from None
     batch = statistics.fmean(float(event["samples"]) for event in _after_warmup(first))
     loading, reasons = _loading(first, found)
