@@ -299,6 +299,8 @@ class Recommendation(Recommended):
     """In order; the last is the chosen one where there is one."""
     chosen: TriedStep | None
     big_run: BigRun | None = field(default=None, compare=False)
+    condition: str = ""
+    """What its batches depend on, where a loader that kit does not make decides their size; empty for others."""
 
     @property
     def _headline(self) -> str:
@@ -310,6 +312,7 @@ class Recommendation(Recommended):
         shown = format_bytes(device) if isinstance(device, int) else str(device)
         found = self.chosen.estimate
         condition = f", {found.verdict_in_words.removeprefix('fits ')}" if found and found.conditions else ""
+        condition += f", {self.condition}" if self.condition else ""
         return f"{what}: fits {f'{count} × ' if count > 1 else ''}{shown}{condition}{time}"
 
     def _table(self) -> tuple[Sequence[str], list[list[str]], int | None]:

@@ -47,7 +47,7 @@ from kit.speed.prediction import SpeedEstimate, speed_of
 from kit.speed.pricing import Costs
 from kit.studies.scaling.escalation import Change, Recommended, RunTarget
 from kit.studies.scaling.model import counts_up_to
-from kit.trial.payload import optimizes_manually
+from kit.trial.payload import batch_rule, optimizes_manually
 from kit.trial.trial import Trial
 from kit.units import format_bytes, format_seconds
 
@@ -527,8 +527,9 @@ class Fastest:
             values = {path: chosen.changes[path] for path in paths if path in chosen.changes}
             if values:
                 yield Change(name=name, values=values, reason=reason)
-        if "loader.batch_size" in chosen.changes and self._query.data.kind != "default":
-            self._note("your data makes its own batches: make its loader with this size")
+        rule, size = batch_rule(self._query.data, self._query.config), chosen.changes.get("loader.batch_size")
+        if size is not None and not rule.by_config and rule.size != size:
+            self._note(f"{rule.whose} makes its own batches: make its loader with {size}")
 
     def _note(self, text: str) -> None:
         if text not in self.reasons:

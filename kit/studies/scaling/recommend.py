@@ -49,7 +49,7 @@ from kit.studies.scaling.escalation import (
 from kit.studies.scaling.fastest import Fastest, SpeedPlan
 from kit.studies.scaling.model import counts_up_to
 from kit.studies.scaling.predict import BigRun, BigRunRow, predict_run
-from kit.trial.payload import optimizes_manually
+from kit.trial.payload import Part, batch_rule, optimizes_manually
 from kit.units import format_bytes, format_seconds
 
 
@@ -164,6 +164,7 @@ class _Escalation:
         self.module, self.data, self.config, self.target, self.trial = module, data, config, target, trial
         self.tried: list[TriedStep] = []
         self.reasons: list[str] = []
+        self._condition = ""
         self._batch_size = config.loader.batch_size
         self._estimates: dict[tuple[_Key, int], MemoryEstimate | KitError] = {}
         """By changes and parts of a batch."""
@@ -187,6 +188,7 @@ class _Escalation:
         return Recommendation(
             given=self.config, target=self.target, tried=tuple(self.tried), chosen=chosen, changes=changes,
             reasons=tuple(self.reasons), refusal="" if chosen is not None else self._refusal(), big_run=run,
+            condition=self._condition,
         )  # fmt: skip
 
     def _first_fitting(self, devices: int) -> TriedStep | None:
@@ -385,7 +387,10 @@ class _Escalation:
             accumulate = estimate.accumulate_grad_batches
             values = {"loader.batch_size": estimate.batch_size, "levers.accumulate_grad_batches": accumulate}
             reason = f"{chosen.parts} parts of {estimate.batch_size}, the same global batch"
-            reason += "" if own else "; your data makes its own batches, so make its loader with this size"
+            rule = batch_rule(Part.of(self.data), self.config)
+            if not rule.by_config:
+                self._condition = f"if {rule.whose} makes batches of {estimate.batch_size}"
+                reason += f"; {rule.whose} makes its own batches, so make its loader with this size"
             found.append(Change(name="accumulation", values=values, reason=reason))
         if estimate is not None:
             self.reasons.append(estimate.reasons[0])
@@ -423,7 +428,7 @@ class _Escalation:
         if least.estimate.verdict == "unknown":
             return f"nothing is known to fit: {least.estimate.reasons[0]}"
         needs, have = format_bytes(least.estimate.total_bytes[1]), format_bytes(least.estimate.capacity_bytes)
-        headroom = f"a headroom of {least.headroom_fraction:.3g} of it" if least.estimate.may_fit else ""
+        headroom = f"a headroom of {least.headroom_fraction:.3g} of it" if least.headroom_fraction else ""
         room = " and ".join(filter(None, (have if have not in least.estimate.device else "", headroom)))
         device = least.estimate.device + (f" with {room}" if room else "")
         late = f"; steps may fit that were {self._too_late}; raise timeout_seconds"
