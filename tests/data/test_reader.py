@@ -122,12 +122,13 @@ def test_a_config_that_cannot_keep_to_its_memory_is_refused_before_reading(store
 @pytest.mark.parametrize("validation", [0.0, 0.2])
 def test_the_memory_that_is_said_to_be_enough_is(stored, validation):
     """Validation reads with a part of it, and so does training beside it."""
-    asked = Config().replace({"data.validation_fraction": validation, "loader.memory_bytes": "256 KiB"})
+    little = {"loader.memory_bytes": "1 MiB", "loader.decode_threads": 64}
+    asked = Config().replace({"data.validation_fraction": validation, **little})
     plan = loader_of(stored[0]).plan
     few = loader_settings(asked)
     for place in (0, 1):
         with pytest.raises(ConfigError, match="use at least ([0-9.]+ .iB)") as refused:
-            refuse_too_little_memory(stored[0].select(), plan, few[place], 256 << 10)
+            refuse_too_little_memory(stored[0].select(), plan, few[place], 1 << 20)
         enough = re.search("use at least ([0-9.]+ .iB)", str(refused.value))[1]
         settings = loader_settings(asked.replace({"loader.memory_bytes": enough}))[place]
         refuse_too_little_memory(stored[0].select(), plan, settings, parse_bytes(enough))
