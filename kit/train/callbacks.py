@@ -167,6 +167,24 @@ def batch_loss(outputs: Any, trainer: Trainer) -> torch.Tensor | None:
     return loss.detach().reshape(()) * scale
 
 
+def why_nothing_trains(trainer: Trainer, has_loss: bool) -> str:
+    """Why steps of automatic optimization change no weight, and what to do; empty where they do.
+
+    Args:
+        trainer: In or after its fit.
+        has_loss: Whether `training_step` gave a loss in any of them.
+    """
+    module = trainer.lightning_module
+    if not module.automatic_optimization:
+        return ""
+    name = type(module).__name__
+    if not has_loss:
+        return f"{name}.training_step gave no loss in any batch; return the loss"
+    if all(type(optimizer).__name__ == "_MockOptimizer" for optimizer in trainer.optimizers):  # Lightning's, for none
+        return f"{name}.configure_optimizers gave no optimizer; return one"
+    return ""
+
+
 class DeviceLimit(Callback):
     """Let this rank's device hold at most `limit_bytes`.
 

@@ -36,6 +36,7 @@ import os
 import resource
 import sys
 import time
+import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -52,10 +53,10 @@ from typing_extensions import override
 
 from kit.config import Config
 from kit.data.patches.module import EpochData
-from kit.errors import ConfigError, Problem
+from kit.errors import ConfigError, KitWarning, Problem
 from kit.machine.processes import peak_rss_bytes
 from kit.memory.record.batches import own_batch_size, samples_in
-from kit.train.callbacks import batch_loss
+from kit.train.callbacks import batch_loss, why_nothing_trains
 from kit.trial.context import Context
 from kit.trial.directory import replace_config
 from kit.trial.payload import BATCH, BatchRule
@@ -101,7 +102,7 @@ class StepRecorder(Callback):
         self.clock = clock
         self.stopped = False
         self.loader: object = None
-        self._batches = self._steps_done = 0
+        self._batches = self._steps_done = self._losses = 0
         self._train_started = self._validation_started = 0.0
         self._read_span: tuple[float, float] | None = None
         self._kept: list[tuple[dict[str, Any], dict[str, torch.Tensor], DeviceStep | None]] = []
@@ -196,6 +197,7 @@ class StepRecorder(Callback):
         logged = trainer._logger_connector.metrics["callback"] if self.context.rank == 0 else {}
         named = {name: value for name, value in logged.items() if f"{name}_step" not in logged}  # as loggers name them
         found = {name: value.detach() for name, value in named.items() if value.numel() == 1}
+        self._losses += loss is not None
         return found if loss is None else {_LOSS: loss, **found}
 
     def _counters(self) -> dict[str, int]:
@@ -236,13 +238,19 @@ class StepRecorder(Callback):
                 elif diverged is None:
                     before = self._last_finite
                     last = "no loss was finite" if before is None else f"the last finite loss was {before:.6g}"
-                    message = f"the loss is {loss} at step {fields['step']}; {last}. Lower the learning rate or "
-                    diverged = DivergedError(message + "clip the gradients")
+                    message = f"the loss is {loss} at step {fields['step']}; {last}. {self._way_out(before)}"
+                    diverged = DivergedError(message)
             self.context.writer.write("step", **fields, **({"metrics": metrics} if metrics else {}))
         if diverged is not None:
             raise diverged
         for name, started, ended in self.clock.take_spans():
             self.context.writer.write("span", name=name, started=started, ended=ended)
+
+    def _way_out(self, before: float | None) -> str:
+        if before is None:  # no optimizer has stepped with a loss that was a number
+            return "Look at the inputs, the loss and the first weights: no learning rate helps here"
+        clips = self.context.config.training.gradient_clip_norm is not None
+        return "Lower the learning rate" + ("" if clips else " or clip the gradients (training.gradient_clip_norm)")
 
     def end(self, trainer: Trainer) -> None:
         """Write that the fit has ended, and which callback asked for it.
@@ -253,6 +261,9 @@ class StepRecorder(Callback):
         self.flush()
         if self._batches == 0 and not self.stopped and trainer.limit_train_batches:
             raise ConfigError([Problem("data", f"nothing was trained: {_why_no_batch(trainer)}")])
+        why = why_nothing_trains(trainer, bool(self._losses)) if self._batches else ""
+        if why and trainer.is_global_zero:
+            warnings.warn(f"nothing was trained: {why}", KitWarning, stacklevel=2)
         callbacks = getattr(trainer, "callbacks")  # noqa: B009
         reasons = (getattr(callback, "stopping_reason_message", None) for callback in callbacks)
         after = self.clock.take()

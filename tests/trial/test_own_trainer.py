@@ -1,6 +1,7 @@
 """Loggers, callbacks and arguments of the Trainer reach a trial as they reach a Trainer, or are refused before it."""
 
 import csv
+import re
 import time
 
 import pytest
@@ -291,6 +292,30 @@ def test_a_head_without_a_gradient_is_named_with_the_setting_that_it_needs(confi
         trial.wait(SECONDS)
     assert "head.weight, head.bias" in trial.message
     assert "hardware.ddp_find_unused_parameters" in trial.message
+
+
+def test_a_prediction_names_the_same_setting(config):
+    with pytest.raises(ConfigError, match=r"hardware\.ddp_find_unused_parameters: .*head\.weight, head\.bias"):
+        predict_memory(config(2), Headless, TinyData, device="A100-40GB")
+
+
+class Forgetful(TinyModule):
+    """Returns no loss."""
+
+    def training_step(self, batch, batch_idx):
+        super().training_step(batch, batch_idx)
+
+
+class Unoptimized(TinyModule):
+    def configure_optimizers(self):
+        return None
+
+
+@pytest.mark.parametrize(("module", "named"), [(Forgetful, "training_step"), (Unoptimized, "configure_optimizers")])
+def test_a_fit_that_trains_nothing_says_so_before_and_after(config, module, named):
+    assert re.search(f"nothing is trained: {module.__name__}.{named}", repr(predict_memory(config(), module, TinyData)))
+    trial = complete(fit(config(), module, TinyData))
+    assert [warning for warning in trial.warnings if f"nothing was trained: {module.__name__}.{named}" in warning]
 
 
 @pytest.mark.parametrize("setting", ["ddp_find_unused_parameters", "ddp_static_graph"])

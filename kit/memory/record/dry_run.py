@@ -88,8 +88,9 @@ from kit.memory.record.fakes import FakeValues, fake_values, not_traced, saving_
 from kit.memory.record.recorder import BlockRecorder, Observer
 from kit.memory.record.value_sizes import DRAWN, WRITTEN
 from kit.memory.record.workspace import Workspaces, eight_bit_on_fakes
-from kit.memory.replay.replay import UPPER_BOUND, Recording, replay
+from kit.memory.replay.replay import NOTHING_TRAINED, UPPER_BOUND, Recording, replay
 from kit.memory.replay.snapshot import line_of
+from kit.train.callbacks import UnusedParameters, why_nothing_trains
 from kit.train.choices import Stage
 from kit.train.fsdp import unit_sizes
 from kit.train.levers import blocks_by_label
@@ -290,7 +291,7 @@ def _recorded(
             world_size=run.world_size,
             precision=run.precision,
             module=module,
-            callbacks=[*run.make_callbacks(), marker],
+            callbacks=[*run.make_callbacks(), UnusedParameters(), marker],
             # As in a real fit, because schedulers look at it; `StepMarker` ends the run sooner.
             max_steps=max(STEPS, run.config.trial.max_steps),
             stands_in=on_gpu,
@@ -316,6 +317,8 @@ def _recorded(
                 trainer.fit(module, **arguments)
                 for stage in marker.stages:
                     run_stage(stage, trainer, run.config, module, arguments.get("datamodule"))
+                if marker.batches and (why := why_nothing_trains(trainer, marker.has_loss)):
+                    hooks.notes.append(NOTHING_TRAINED + why)
                 recorder.stop()
         except KitError:
             raise
@@ -454,6 +457,8 @@ class StepMarker(Callback):
         self.stages = stages
         """What follows the fit, and is recorded too."""
         self.batches = 0
+        self.has_loss = False
+        """Whether `training_step` gave one."""
         self.units: list[tuple[str, list[int], list[int]]] = []
         """What fsdp would gather at a time (`kit.train.fsdp.unit_sizes`), once gradients are there."""
 
@@ -489,8 +494,9 @@ class StepMarker(Callback):
             self.units = unit_sizes(pl_module)
 
     @override
-    def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *_args: Any) -> None:
+    def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, outputs: Any, *_args: Any) -> None:
         self.batches += 1
+        self.has_loss |= (outputs.get("loss") if isinstance(outputs, dict) else outputs) is not None
         # A scheduler steps later, and the next batch begins; the run ends before that.
         steps = [self.recorder.optimizer_steps[id(optimizer)] for optimizer in trainer.optimizers]
         stepped = self.batches >= STEPS * trainer.accumulate_grad_batches and all(count >= STEPS for count in steps)
