@@ -435,7 +435,11 @@ def _device_disagreements(hardware: Hardware) -> Iterator[tuple[str, str]]:
     if hardware.strategy == "none" and count is not None and count > 1:
         yield "hardware.strategy", f"none uses one device, but devices asks for {count}; use ddp or fsdp"
     if hardware.strategy in ("ddp", "fsdp") and count is None and devices != -1:
-        yield "hardware.strategy", f"{hardware.strategy} needs at least 2 devices, but devices is auto (one device)"
+        yield (
+            "hardware.strategy",
+            f"{hardware.strategy} needs at least 2 devices, but devices is auto (one device); set hardware.devices in "
+            "the same call",
+        )
     if hardware.strategy in ("ddp", "fsdp") and count == 1:
         yield (
             "hardware.strategy",

@@ -7,6 +7,7 @@ never found half-written.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
@@ -61,8 +62,11 @@ def write_whole(path: Path, content: str | bytes) -> Path:
     try:
         draft.write_bytes(content.encode() if isinstance(content, str) else content)
         return draft.replace(path)
-    except BaseException:
-        draft.unlink(missing_ok=True)
+    except BaseException as error:
+        with contextlib.suppress(OSError):
+            draft.unlink(missing_ok=True)
+        if isinstance(error, OSError) and error.filename == str(draft):
+            error.filename = str(path)  # the name that was asked for
         raise
 
 

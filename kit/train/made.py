@@ -15,7 +15,7 @@ from typing import Any
 
 from lightning.pytorch import LightningDataModule, LightningModule
 from lightning.pytorch.utilities.model_helpers import is_overridden
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader, Dataset, IterableDataset
 from typing_extensions import override
 
 from kit.config import Config
@@ -43,7 +43,7 @@ def loader_of(value: Any, settings: Loader, shuffle: bool = True) -> Any:
     return DataLoader(
         value,
         batch_size=settings.batch_size,
-        shuffle=shuffle and settings.shuffle and hasattr(value, "__getitem__"),
+        shuffle=shuffle and settings.shuffle and not isinstance(value, IterableDataset),  # which has its own order
         num_workers=settings.num_workers,
         prefetch_factor=settings.prefetch_factor if settings.num_workers else None,
         pin_memory=settings.pin_memory,
@@ -153,6 +153,15 @@ def made_data(function: str, arguments: Mapping[str, Any] | None = None) -> Ligh
     return value if isinstance(value, LightningDataModule) else GivenData(*pair_of(value, function))
 
 
+def no_module(given: object, value: Any) -> ConfigError:
+    """The error for what a function or a path gave in place of a LightningModule."""
+    if isinstance(value, type):
+        found = f"the class {value.__name__}; return {value.__name__}(), or give the class itself"
+    else:
+        found = f"{type(value).__name__}, which is no LightningModule"
+    return ConfigError([Problem("module", f"{given} gave {found}")])
+
+
 def made_module(function: str, arguments: Mapping[str, Any] | None = None) -> LightningModule:
     """The module that a function makes, or that a name of a file holds.
 
@@ -167,6 +176,5 @@ def made_module(function: str, arguments: Mapping[str, Any] | None = None) -> Li
     found = load_target(function)
     value = found if isinstance(found, LightningModule) else found(**(arguments or {}))
     if not isinstance(value, LightningModule):
-        message = f"{function} gave {type(value).__name__}, which is no LightningModule"
-        raise ConfigError([Problem("module", message)])
+        raise no_module(function, value)
     return value

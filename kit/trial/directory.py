@@ -18,6 +18,7 @@ users, of another machine, without a signature, or changed since, run again only
 from __future__ import annotations
 
 import contextlib
+import errno
 import functools
 import hashlib
 import hmac
@@ -221,7 +222,8 @@ def cannot_write(folder: Path, error: OSError, needed_bytes: int = 0) -> ConfigE
     free = format_bytes(shutil.disk_usage(there).free)
     room = f"{format_bytes(needed_bytes)} needed, {free} free" if needed_bytes else f"{free} free"
     reason = error.strerror or str(error)
-    message = f"cannot make a run directory in {folder}: {reason} ({room}); make room, or choose another folder"
+    way_out = "make room" if error.errno in (errno.ENOSPC, errno.EDQUOT) else "change its rights"
+    message = f"cannot make a run directory in {folder}: {reason} ({room}); {way_out}, or choose another folder"
     return ConfigError([Problem("trial.folder", message)])
 
 

@@ -41,7 +41,7 @@ from kit.targets import load_target
 from kit.train.callbacks import DeviceLimit, UnusedParameters
 from kit.train.choices import monitor_entries
 from kit.train.levers import GradientCheckpointing, instantiate
-from kit.train.made import GivenData, ModuleData, loader_of, pair_of
+from kit.train.made import GivenData, ModuleData, loader_of, no_module, pair_of
 from kit.train.rendezvous import open_store
 from kit.train.sequences import AUTO, AttentionKernel, SequenceChunks, available_kernels
 from kit.train.trainer import EventLogger, make_trainer, run_stage, stages_after
@@ -164,7 +164,7 @@ def make_module(part: Part, config: Config) -> LightningModule:
         value = from_compiled(value)
     if not isinstance(value, LightningModule):
         given = part if part.value else config.model.target
-        raise ConfigError([Problem("module", f"{given} gave {type(value).__name__}, which is no LightningModule")])
+        raise no_module(given, value)
     return value
 
 

@@ -346,12 +346,29 @@ def is_patch_data(kind: type) -> bool:
     return any(base.__module__ == "kit.data.patches.module" and base.__name__ == "PatchData" for base in kind.__mro__)
 
 
+def _are_settings(value: Any) -> bool:
+    """Whether it is what `Config.replace` takes, and no loaders by name."""
+    plain = (str, int, float, bool, dict, type(None))
+    return isinstance(value, dict) and bool(value) and all(
+        isinstance(key, str) and key.partition(".")[0] in Config.model_fields and ("." in key or isinstance(one, plain))
+        for key, one in value.items()
+    )  # fmt: skip
+
+
 def check_parts(module: Part, data: Part, config: Config) -> None:
     """Refuse what could not be made in a rank, before there is one.
 
     Raises:
         ConfigError: for a module that is none, arguments that do not fit the class, factories that need arguments.
     """
+    for name, part in (("module", module), ("data", data)):
+        if _are_settings(part.value):
+            given = "; ".join(itertools.islice(part.value, 2))
+            message = (
+                f"{given}: a dict of settings is no {name}; give a config first, such as "
+                "kit.fit(kit.Config().replace({'loader.batch_size': 8}), module, data)"
+            )
+            raise ConfigError([Problem(name, message)])
     if module.kind in ("class", "instance") or (module.kind == "factory" and _is_of_torch(type(module.value))):
         if hasattr(data.value, "training_step") and not hasattr(module.value, "training_step"):
             raise ConfigError([Problem("module", f"{module} and {data} are swapped; give the module first, then data")])
@@ -532,7 +549,7 @@ def why_not_sent(part: Part, error: Exception) -> str:
     """Why a part cannot be pickled, naming what it holds that cannot."""
     culprit = _culprit(part.value)
     found = f"{culprit} cannot be pickled" if culprit else f"{type(error).__name__}: {error}"
-    way_out = "make it inside the class (in setup or __init__) or give a factory that makes it"
+    way_out = "give the class or a function that makes it, as kit.fit(config, Class), or make it in setup"
     return f"{part} cannot be sent to the ranks: {found}; {way_out}"
 
 

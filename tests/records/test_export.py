@@ -72,6 +72,8 @@ def test_no_row_at_all_is_a_heading(tmp_path):
 
 def test_a_file_is_replaced_whole_or_not_at_all(tmp_path):
     file = tmp_path / "results.csv"
+    with pytest.raises(OSError, match=r"no such folder.x\.txt'$"):
+        write_whole(tmp_path / "no such folder" / "x.txt", "text")
     write_whole(file, "before")
     with pytest.raises(UnicodeEncodeError):
         write_whole(file, "\ud800")

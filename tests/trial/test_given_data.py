@@ -52,6 +52,13 @@ def test_what_is_no_pair_is_refused_with_what_would_be(config, data, word):
         fit(config(), TinyModule, data)
 
 
+def test_an_iterable_data_set_keeps_its_own_order(config):
+    asked = config(max_steps=4).replace({"loader.batch_size": 4})
+    trial = fit(asked, TinyModule, Unshared()).wait(PATIENCE_SECONDS)
+    assert {event["samples"] for event in trial.steps} == {4}
+    assert predict_memory(asked, TinyModule, Unshared()).complete
+
+
 class Unshared(IterableDataset):
     """Gives every rank the same samples."""
 

@@ -99,6 +99,15 @@ def test_a_module_in_the_place_of_data_is_said_to_be():
         check_parts(Part.of(DataLoader([1, 2])), Part.of(Trained(3)), Config())
 
 
+@pytest.mark.parametrize("settings", [{"loader.batch_size": 3}, {"loader": {"batch_size": 3}}, {"data.patch": [3]}])
+def test_a_dict_of_settings_is_no_module_and_no_data(settings):
+    for name, parts in (("module", (settings, None)), ("data", (Trained(3), settings))):
+        with pytest.raises(ConfigError, match=rf"{name}: .*dict.*Config\(\)\.replace"):
+            check_parts(*map(Part.of, parts), Config())
+    loaders = {"data": DataLoader([1, 2]), "model": DataLoader([1, 2])}
+    check_parts(Part.of(Trained(3)), Part.of(loaders), Config())
+
+
 @pytest.mark.parametrize("value", [nn.Linear(2, 1), nn.Sequential(nn.Linear(2, 1)), nn.Linear])
 def test_a_plain_module_of_torch_is_no_factory_of_one(value):
     with pytest.raises(ConfigError, match="no LightningModule.*training_step and configure_optimizers"):
@@ -279,7 +288,7 @@ def test_a_factory_that_needs_arguments_is_refused():
     ],
 )
 def test_an_object_that_cannot_be_sent_is_named(data, culprit):
-    with pytest.raises(ConfigError, match=rf"data: .* sent .*{culprit}; make it inside"):
+    with pytest.raises(ConfigError, match=rf"data: .* sent .*{culprit}; give the class"):
         pack(Part.of(None), Part.of(data))
 
 
