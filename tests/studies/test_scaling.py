@@ -102,6 +102,21 @@ def test_ranks_that_share_the_cores_have_fewer_each():
     assert found.at(4).bound == "cores"
 
 
+@pytest.mark.parametrize(("cores", "slowed"), [(0.1, [1, 1, 1]), (0.5, [1, 1, 2]), (1.0, [1, 2, 4]), (None, [2, 4, 8])])
+def test_loaders_slow_each_other_by_the_cores_that_they_keep_busy(cores, slowed):
+    """A loader that sleeps, or asks a disk, leaves its core to those of other ranks."""
+    found = scaling(step(train=1e-9), cluster=cpus(2), ahead=False, seconds=0.1, cores=cores)
+    assert [found.at(devices).seconds_per_batch for devices in (2, 4, 8)] == pytest.approx([0.1 * n for n in slowed])
+
+
+def test_a_count_that_was_measured_takes_what_it_took_where_it_was_measured():
+    both = scaling(step(), step(2, train=0.05), cluster=cpus(2))
+    here, elsewhere = (replace(both, as_measured=known).at(2) for known in (True, False))
+    assert here.seconds_per_batch == 0.05
+    assert 0.8 * 0.05 < here.low_seconds < 0.05 < here.high_seconds < 1.2 * 0.05
+    assert elsewhere.seconds_per_batch != here.seconds_per_batch
+
+
 def test_accumulation_spreads_an_exchange_over_its_batches():
     once, spread = (
         Scaling(

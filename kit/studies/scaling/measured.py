@@ -213,6 +213,7 @@ def _seconds(event: dict[str, Any], *parts: str) -> float:
 def _loading(trial: Trial, found: Evidence) -> tuple[Loading, list[str]]:
     ahead = found.own_loader or bool(found.workers)
     waited = found.shares.get("wait", 0.0)
+    cores = None if ahead else found.busy_wait_fraction  # one that waits itself leaves its core to others
     if not ahead:
         seconds: float | None = found.wait_seconds
         reasons = [f"batches are made between two steps: {waited:.0%} of a step, on every rank alike"]
@@ -227,7 +228,7 @@ def _loading(trial: Trial, found: Evidence) -> tuple[Loading, list[str]]:
     cpu_seconds = used / len(_after_warmup(trial))
     if not found.own_loader or not found.requests_per_sample:
         reasons.append("the loader does not count its requests, so the store is not among the limits")
-        return Loading(ahead=ahead, seconds=seconds, cpu_seconds=cpu_seconds), reasons
+        return Loading(ahead=ahead, seconds=seconds, cpu_seconds=cpu_seconds, cores=cores), reasons
     network, batch = network_of(trial.config), statistics.fmean(int(e["samples"]) for e in trial.steps)
     requests = found.requests_per_sample * batch
     reasons.append(

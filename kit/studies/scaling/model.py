@@ -11,9 +11,10 @@ The batch of a device stays the same, so n devices take n batches at once (weak 
     seconds per batch = the largest of them where batches are read ahead, else training + the largest of the others
 
 On a CPU the ranks of a node share its cores: compute(n) = measured × cores that a rank used / cores it gets. The
-slowest of n ranks is `deviation × E[largest of n normals]` behind the mean (Blom 1958). Measurements at several counts
-correct two things: compute, by a factor for each doubling of the ranks of a node, and exchange, by one factor. The
-difference that both leave unexplained widens the range.
+slowest of n ranks is `deviation × E[largest of n normals]` behind the mean (Blom 1958). A count that was measured where
+it will run takes what it took. For others, measurements at several counts correct two things: compute, by a factor for
+each doubling of the ranks of a node, and exchange, by one factor. The difference that both leave unexplained widens
+the range.
 
 The range is physical, not statistical. Low: the exchange hidden as well as possible on a link at its best, and all
 ranks equally fast. High: nothing hidden on a link at its worst, the full spread of steps, ranks of a node that slow
@@ -41,6 +42,8 @@ Bound = Literal[
 MOST_DEVICES = 4096
 _NEAR_A_TIE = 0.1
 """The extra time of two limits that need equally long, from simulation."""
+_BETWEEN_TRIALS = 0.07
+"""Two trials of one setting differ by so much (`benchmarks/speed.py`)."""
 _UNMEASURED_CONTENTION = {"cpu": 0.3, "gpu": 0.05}
 """At most, for each doubling: ranks on a CPU share its caches and memory bus, GPUs their host and power. Assumptions;
 on two cores a small GPT lost 18 % (`benchmarks/scaling.py`)."""
@@ -108,6 +111,8 @@ class Loading:
     """Of one batch, where it is known: then the loader was what a step waited for."""
     cpu_seconds: float = 0.0
     """CPU seconds of one batch."""
+    cores: float | None = None
+    """That it keeps busy for these seconds; None where that is not known, so that it may want all that the rank has."""
     requests: float = 0.0
     """Of one batch."""
     stored_bytes: float = 0.0
@@ -151,6 +156,8 @@ class Scaling:
     loading: Loading
     steps_per_exchange: int = 1
     """Batches between two exchanges: gradients are accumulated meanwhile."""
+    as_measured: bool = False
+    """Whether the cluster is where the steps were measured: then a count that was measured takes what it took."""
 
     def __post_init__(self) -> None:
         counts = [step.devices for step in self.steps]
@@ -194,6 +201,10 @@ class Scaling:
         high = (together(train) + (_NEAR_A_TIE * min(train, data) if ahead else 0.0)) * (1 + uncertain)
         work: Bound = "cores" if self.cluster.on_cpu else "compute"
         each: dict[Bound, float] = {work: compute, "communication": exchange, **limits}
+        known = next((step for step in self.steps if step.devices == devices), None) if self.as_measured else None
+        if known is not None:
+            seconds, doubt = known.seconds, 1 + known.error_fraction + _BETWEEN_TRIALS
+            low, high = seconds / doubt, seconds * doubt
         return Point(
             devices=devices, seconds_per_batch=seconds, low_seconds=min(seconds, low), high_seconds=max(seconds, high),
             seconds_by_limit=tuple(sorted(each.items(), key=lambda item: -item[1])),
@@ -255,9 +266,8 @@ class Scaling:
         """Seconds that each limit of the data alone would need for a batch on every rank."""
         loading, cluster = self.loading, self.cluster
         found: dict[Bound, float] = {}
-        if loading.seconds is not None:  # ranks that share cores slow each other's loaders
-            shared = cluster.cores_used(self.base.devices) / cluster.cores_used(devices) if cluster.on_cpu else 1.0
-            found["loading"] = loading.seconds * max(1.0, shared)
+        if loading.seconds is not None:
+            found["loading"] = loading.seconds * (self._loaders_slowed(devices) if cluster.on_cpu else 1.0)
         if loading.requests and math.isfinite(loading.requests_per_second):
             found["store requests/s"] = devices * loading.requests / loading.requests_per_second
         if loading.stored_bytes and math.isfinite(loading.bytes_per_second):
@@ -267,6 +277,14 @@ class Scaling:
             left = max(cluster.cores_per_node - ranks, cluster.cores_per_node / 2)
             found["loader CPU"] = loading.cpu_seconds * ranks / left
         return found
+
+    def _loaders_slowed(self, devices: int) -> float:
+        """How many times as long a loader takes as in the measurement, where ranks share the cores."""
+        cluster, base, cores = self.cluster, self.base.devices, self.loading.cores
+        if cores is None:
+            return max(1.0, cluster.cores_used(base) / cluster.cores_used(devices))
+        now, before = (max(1.0, cluster.ranks(many) * cores / cluster.cores_per_node) for many in (devices, base))
+        return max(1.0, now / before)
 
     # -- fitted to several measurements
 

@@ -117,7 +117,8 @@ def predict_run(
     assert samples is not None
     found = found if strategy is None else replace(found, traffic=replace(found.traffic, strategy=strategy))
     cluster, assumed = _cluster(found, devices_per_node, cores_per_node, within, between)
-    scaling = _scaling(found, found.steps, cluster)
+    elsewhere = any(one is not None for one in (devices_per_node, cores_per_node, within, between, strategy))
+    scaling = replace(_scaling(found, found.steps, cluster), as_measured=bool(found.trials) and not elsewhere)
     watts = power_of("CPU" if cluster.on_cpu else found.device, measured_watts=found.watts, given=power)
     charged = prices_of(prices)
     estimates, notes = _memories(found, counts, device, module, data) if memory else ({}, [])
