@@ -80,8 +80,12 @@ def speed_key(config: Config, environment: Mapping[str, Any]) -> str:
 
 
 def speed_range(earlier: Iterable[Values]) -> SpeedRange | None:
-    """What these rows, the newest last, say about another trial of the same; None where none of them can."""
-    rows = [row for row in earlier if is_measure(row)][-_MOST_EARLIER:]
+    """What these rows, the newest last, say about another trial of the same; None where none of them can.
+
+    Rows of trials that had the machine to themselves count; others only where there is no such row.
+    """
+    measures = [row for row in earlier if is_measure(row)]
+    rows = ([row for row in measures if not _is_disturbed(row)] or measures)[-_MOST_EARLIER:]
     if not rows:
         return None
     speeds = [row[SPEED] for row in rows]
@@ -98,6 +102,11 @@ def speed_range(earlier: Iterable[Values]) -> SpeedRange | None:
 def is_measure(row: Values) -> bool:
     """Whether the speed of a row says how fast another trial of the same will be."""
     return bool(row[SPEED]) and row["state"] in _ENDED and row["kind"] != "profile" and not doubt(row, SPEED)
+
+
+def _is_disturbed(row: Values) -> bool:
+    """Whether other programs used cores meanwhile."""
+    return (row.get("other_cores") or 0.0) > BUSY_CORES
 
 
 # -- what a ratio says
@@ -182,7 +191,7 @@ def _why_speed(row: Values, before: Values | None) -> str:
     low, high = row.get(f"{SPEED}_low"), row.get(f"{SPEED}_high")
     if before is None and low and high:
         place = "within" if low <= row[SPEED] <= high else "outside"
-        told = f"{place} what its operators allow, {format_count(low)} to {format_count(high)} samples/s"
+        told = f"{place} what is expected of it, {format_count(low)} to {format_count(high)} samples/s"
         if row[SPEED] < row[f"{SPEED}_predicted"]:
             return told + _others(row.get("other_cores"), "meanwhile") + _at_its_pace(row)
         return told + _others(row.get("other_cores_when_predicted"), "while those were measured")
@@ -234,7 +243,7 @@ def with_speeds(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     That depends on other rows, so it is never kept with one.
     """
     alike: dict[str, list[dict[str, Any]]] = {}
-    by_model: dict[tuple[Any, ...], list[float]] = {}
+    by_model: dict[tuple[Any, ...], list[tuple[bool, float]]] = {}
     found = []
     for row in rows:
         earlier = alike.setdefault(row["speed_key"] or row["run"], [])
@@ -242,12 +251,18 @@ def with_speeds(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
         named = (row["module"], row["host"], row["accelerator"], row["world_size"])
         of_model = by_model.setdefault(named, [])
         predicted = row[f"{SPEED}_predicted"]  # by the operators of its step, corrected by earlier trials of the model
+        before = [ratio for disturbed, ratio in of_model if not disturbed] or [ratio for _, ratio in of_model]
         if predicted and is_measure(row):
-            of_model.append(row[SPEED] * (row.get("slowdown") or 1.0) / predicted)
-        if predicted and len(of_model) > is_measure(row):
-            predicted *= correction(of_model[: len(of_model) - is_measure(row)])
-        predicted = predicted if known is None else known.samples_per_second
-        new = {**row, f"{SPEED}_predicted": predicted}
+            of_model.append((_is_disturbed(row), row[SPEED] * (row.get("slowdown") or 1.0) / predicted))
+        new = dict(row)
+        if known is not None:
+            bounds = {"predicted": known.samples_per_second, "low": known.low, "high": known.high}
+            new |= {f"{SPEED}_{name}": value for name, value in bounds.items()}
+        elif predicted and before:
+            factor = correction(before)
+            for name in ("predicted", "low", "high"):
+                new[f"{SPEED}_{name}"] = row[f"{SPEED}_{name}"] and row[f"{SPEED}_{name}"] * factor
+        predicted = new[f"{SPEED}_predicted"]
         if predicted and row[SPEED] and not doubt(row, SPEED):
             new[f"{SPEED}_ratio"] = row[SPEED] / predicted
         last = next((one for one in reversed(earlier) if is_measure(one)), None)

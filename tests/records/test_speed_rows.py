@@ -36,7 +36,7 @@ def test_the_first_trial_of_its_kind_is_predicted_by_its_operators_and_told_wher
     (found,) = with_speeds([row("1", 50.0, 100.0)])
     assert found["samples_per_second_predicted"] == 100.0
     assert found["samples_per_second_ratio"] == pytest.approx(0.5)
-    assert "outside what its operators allow, 80 to 125" in found["ratio_notes"]
+    assert "outside what is expected of it, 80 to 125" in found["ratio_notes"]
 
 
 def test_a_slower_trial_is_told_beside_the_cores_that_others_used():
@@ -87,6 +87,24 @@ def test_a_ratio_far_from_one_is_believed_and_one_that_trials_differ_by_half():
 def test_an_earlier_trial_of_the_same_says_more_than_operators():
     _, again = with_speeds([row("1", 50.0, 100.0), row("2", 51.0, 100.0)])
     assert again["samples_per_second_predicted"] == 50.0
+
+
+def test_trials_beside_other_programs_predict_only_where_there_are_no_others():
+    busy = row("1", 20.0, 100.0, other_cores=1.7)
+    _, quiet, last = with_speeds([busy, row("2", 90.0, 100.0), row("3", 95.0, 100.0)])
+    assert quiet["samples_per_second_predicted"] == 20.0
+    assert last["samples_per_second_predicted"] == 90.0
+    *_, other = with_speeds([busy, row("2", 100.0, 100.0), row("3", 50.0, 50.0, key="b")])
+    assert other["samples_per_second_predicted"] == 50.0
+
+
+@examples(60)
+@given(speeds=st.lists(st.tuples(st.floats(1, 1e4), st.sampled_from("ab")), min_size=1, max_size=6))
+def test_what_is_predicted_lies_within_its_own_range(speeds):
+    rows = with_speeds([row(str(number), speed, 100.0, key=key) for number, (speed, key) in enumerate(speeds)])
+    for one in rows:
+        low, middle, high = (one[f"samples_per_second_{name}"] for name in ("low", "predicted", "high"))
+        assert low <= middle <= high
 
 
 def test_a_row_reads_it_from_the_run_directory(config):
