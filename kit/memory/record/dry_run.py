@@ -88,7 +88,7 @@ from kit.memory.record.fakes import FakeValues, fake_values, not_traced, saving_
 from kit.memory.record.recorder import BlockRecorder, Observer
 from kit.memory.record.value_sizes import DRAWN, WRITTEN
 from kit.memory.record.workspace import Workspaces, eight_bit_on_fakes
-from kit.memory.replay.replay import NOTHING_TRAINED, UPPER_BOUND, Recording, replay
+from kit.memory.replay.replay import DIFFERING, NOTHING_TRAINED, UPPER_BOUND, Recording, replay
 from kit.memory.replay.snapshot import line_of
 from kit.train.callbacks import UnusedParameters, why_nothing_trains
 from kit.train.choices import Stage
@@ -677,6 +677,7 @@ class FakeBatches:
             loaders = fake_loaders(given, batch_size, self._make, fewest, self._looked, look=self.look)
         self.batch_size = self._looked[0].batch_size
         self.notes = [note for batches in self._looked for note in batches.notes]
+        self.answers.sizes_differ = any(note.startswith(DIFFERING) for note in self.notes)
         strategy = self.trainer.strategy
         if self.on_gpu:
             self.answers.arrive, self.answers.leave = self.recorder.arrive, self.recorder.leave

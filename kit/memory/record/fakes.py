@@ -116,6 +116,8 @@ class FakeValues:
         """Whether a tensor is on a GPU that is played."""
         self.tells_of_card, self.told_of_card = True, False
         """Whether comparisons are answered as on the GPU, and one was."""
+        self.sizes_differ = False
+        """Whether samples or batches do: those of a dry run are all as large as the largest."""
         self.waits: dict[str, None] = {}
         """Conditions that were asked for until the answer turned: how often they are is not known."""
         self.silent = False
@@ -267,6 +269,13 @@ class FakeValues:
         """Note what was assumed of values, also where a layer of torch's reads them."""
         if place := _place(asking=()):
             self.notes.setdefault(f"assumed {what} at {place}")
+
+    def of_one_length(self) -> bool:
+        """Whether the packed sequences of a batch, which all are as long as the longest here, are taken to be so."""
+        if not self.sizes_differ:
+            return True
+        place = _place(asking=())
+        return not self._guess(f"the sequences of a batch are of one length at {place}{UPPER_BOUND}", place)
 
     def compiled(self, model: Any = None, **_options: Any) -> Any:
         """`torch.compile` that leaves the model as it is, and knows while it runs.
@@ -697,7 +706,7 @@ def fake_values(otherwise: str = "") -> Iterator[FakeValues]:
         for name in dir(nn.init):
             if name.endswith("_") and not name.startswith("_") and callable(getattr(nn.init, name)):
                 undo.enter_context(replaced(nn.init, name, _initialised))
-        undo.enter_context(composite_kernels(answers.assume))
+        undo.enter_context(composite_kernels(answers.assume, answers.of_one_length))
         undo.enter_context(adaptive_softmax(answers.assume))
         undo.enter_context(lazy_parameters())
         undo.enter_context(replaced(fake_tensor, "CONSTANT_NUMEL_LIMIT", KNOWN_NUMEL))

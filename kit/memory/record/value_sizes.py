@@ -245,7 +245,7 @@ a layer that is never dropped asks whether it is, is False."""
 
 
 @contextlib.contextmanager
-def composite_kernels(assume: Assume) -> Iterator[None]:
+def composite_kernels(assume: Assume, of_one_length: Callable[[], bool] = lambda: True) -> Iterator[None]:
     """Inside, sequences are packed and padded, recurrent layers run on packed ones, and the CTC loss takes lists of
     lengths, without reading memory."""
 
@@ -279,7 +279,7 @@ def composite_kernels(assume: Assume) -> Iterator[None]:
     library: Any = torch.library.Library("aten", "IMPL")  # type: ignore[no-untyped-call]
     kernels: dict[str, Callable[..., Any]] = {"_pack_padded_sequence": pack, "_pad_packed_sequence": _padded}
     kernels["ctc_loss.IntList"] = _ctc_of_lists
-    kernels |= {f"{kind}.data": _recurrent(kind) for kind in _KINDS}
+    kernels |= {f"{kind}.data": _recurrent(kind, of_one_length) for kind in _KINDS}
     try:
         with warnings.catch_warnings():
             # Torch warns of each kernel that is replaced, which is what this is for.
@@ -420,14 +420,15 @@ class _Kind(NamedTuple):
 _KINDS = {"lstm": _Kind(4, 7), "gru": _Kind(3, 7), "rnn_tanh": _Kind(1, 1), "rnn_relu": _Kind(1, 1)}
 
 
-def _recurrent(kind: str) -> Callable[..., Any]:
+def _recurrent(kind: str, of_one_length: Callable[[], bool]) -> Callable[..., Any]:
     def run(
         data: Tensor, batch_sizes: Tensor, states: Any, weights: Sequence[Tensor], biases: bool, layers: int,
         dropout: float, train: bool, both: bool,
     ) -> Any:  # fmt: skip
         counts = known_values(batch_sizes) or [data.shape[0]]
-        if kind == "lstm" and counts[0] == counts[-1] and states[0].shape == states[1].shape:
-            # Sequences of one length are a padded batch.
+        alike = kind == "lstm" and counts[0] == counts[-1] and states[0].shape == states[1].shape
+        if alike and (counts[0] == 1 or of_one_length()):
+            # Sequences of one length are a padded batch, for which torch has a kernel that is faster and keeps more.
             padded = data.view(len(counts), counts[0], data.shape[1])
             options = (biases, layers, dropout, train, both, False)
             output, *last = torch.lstm(padded, tuple(states), list(weights), *options)

@@ -303,8 +303,8 @@ def _with_fewest_selected(
     if least == 1:
         return False, []
     fits = round(least * played.peak_reserved_bytes) + outside[1] <= target.capacity_bytes
-    share = f"with one element instead, the peak would be {least:.0%} of this"
-    return fits, [f"{bound}; {share}" for bound in facts.get("bounds", ())]
+    bounds, share = facts.get("bounds", ()), f"the peak would be {least:.0%} of this"
+    return fits, [f"{one}; {'with one element' if 'selected' in one else 'where not'}, {share}" for one in bounds]
 
 
 def _order_told(recording: Recording, order: LoopOrder, saves_bytes: int) -> list[str]:

@@ -220,8 +220,8 @@ def measure(make_module, make_data, config, precision="32-true", batches=2):
 
 
 def predict(make_module, make_data, config, precision="32-true", **options):
-    batch_size = options.pop("batch_size", None)
-    return record(make_module, make_data, DryRun(config, precision, **options), batch_size)
+    batch_size, otherwise = options.pop("batch_size", None), options.pop("otherwise", "")
+    return record(make_module, make_data, DryRun(config, precision, **options), batch_size, otherwise)
 
 
 def series(recording):

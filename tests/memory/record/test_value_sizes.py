@@ -108,6 +108,34 @@ def test_unknown_lengths_are_the_longest_and_noted():
     assert all(word in notes for word in ("sequences", "targets", "repeated once", "rows", "equals the next"))
 
 
+def padded(sequences):
+    return nn.utils.rnn.pad_sequence(sequences, batch_first=True), torch.tensor([len(one) for one in sequences])
+
+
+@pytest.mark.parametrize("lengths", [(40, 39), (40, 40)])
+def test_sequences_that_differ_are_predicted_of_one_length_and_otherwise(lengths):
+    """Torch has another kernel for sequences of one length, which keeps more: of others that is a bound."""
+
+    def loss(layer, batch):
+        values, counts = batch
+        return layer(pack_padded_sequence(values, counts, batch_first=True, enforce_sorted=False))[0].data.mean()
+
+    def data():
+        samples = [torch.randn(lengths[number % 2], 32) for number in range(16)]
+        return {"train_dataloaders": DataLoader(samples, batch_size=4, collate_fn=padded)}
+
+    def make():
+        return Step(nn.LSTM(32, 64, batch_first=True), loss)
+
+    first, measured = predict(make, data, Config()), measure(make, data, Config())
+    bounds = [guess for guess in first.facts["guesses"] if "one length" in guess]
+    assert len(bounds) == len({*lengths}) - 1
+    if bounds:
+        assert peak(first) > 1.2 * measured
+        first = predict(make, data, Config(), otherwise=bounds[0])
+    assert peak(first) == pytest.approx(measured, rel=0.05)
+
+
 @pytest.mark.parametrize(("below", "most"), [(1600, 1.001), (2000, 1.25), (400, 5.0)])
 def test_rows_of_unknown_targets_are_where_they_take_most(below, most):
     """Of the last cluster, of all and of the first two: a bound, a quarter too high at most if most are in the last."""
