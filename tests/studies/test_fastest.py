@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 
+import numpy as np
 import pytest
 import torch
 from lightning.pytorch import LightningModule
@@ -75,6 +76,23 @@ def test_only_as_many_blocks_are_checkpointed_as_the_budget_asks_for(given, ends
             assert needs == plan.chosen.needs_bytes
         else:
             assert plan.chosen.checkpointed == 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("decode_bytes_per_second", [1e3, 1e12])
+def test_a_loader_that_decides_is_told_beside_the_fastest_setting(tmp_path, decode_bytes_per_second):
+    config = Config().replace({
+        "data.url": str(tmp_path / "one.zarr"), "data.patch": {"dim_0": 2, "dim_1": 16, "dim_2": 16},
+        "data.samples_per_epoch": 640, "model.arguments": {"variables": 1, "width": 4, "depth": 1},
+        "chunking.decode_bytes_per_second": decode_bytes_per_second, "chunking.request_cpu_seconds": 1e-9,
+    })  # fmt: skip
+    kit.build(config, source=np.random.default_rng(0).random((64, 32, 32), "f4"), progress=False)
+    plan = kit.recommend(config, device="A100-40GB", objective="speed", keep=["loader.batch_size", "hardware"])
+    speed = kit.predict_speed(plan.config, device="A100-40GB")
+    assert (plan.loader_samples_per_second is not None) == (speed.bound == "loader") == (decode_bytes_per_second < 1e6)
+    assert ("loader" in repr(plan)) == (speed.bound == "loader")
+    if speed.bound == "loader":
+        assert plan.loader_samples_per_second == pytest.approx(speed.samples_per_second)
 
 
 @pytest.mark.slow

@@ -43,13 +43,13 @@ from kit.sections import Levers
 from kit.speed.card_costs import CardCosts, card_of
 from kit.speed.measure import table_here
 from kit.speed.operators import step_of
-from kit.speed.prediction import SpeedEstimate, speed_of
+from kit.speed.prediction import SpeedEstimate, loader_seconds, speed_of
 from kit.speed.pricing import Costs
 from kit.studies.scaling.escalation import Change, Recommended, RunTarget
 from kit.studies.scaling.model import counts_up_to
 from kit.trial.payload import batch_rule, optimizes_manually
 from kit.trial.trial import Trial
-from kit.units import format_bytes, format_seconds
+from kit.units import format_bytes, format_count, format_seconds
 
 MEASURE_SECONDS = 10.0
 """Spent on operators that were never measured here, for each setting that is dry-run."""
@@ -88,6 +88,8 @@ class SpeedPlan(Recommended, Drawable):
     """As dry-run; None where nothing fits."""
     trial: Trial | None = field(default=None, compare=False)
     """Of the chosen setting, where its device is here."""
+    loader_samples_per_second: float | None = None
+    """That the loader gives where that is less than the step takes; None where the step decides, or it is not known."""
 
     @property
     def front(self) -> tuple[SpeedPoint, ...]:
@@ -103,9 +105,11 @@ class SpeedPlan(Recommended, Drawable):
         if self.chosen is None:
             return self.refusal
         needs, budget = format_bytes(self.chosen.needs_bytes), format_bytes(self.budget_bytes)
+        held = self.loader_samples_per_second
         return (
             f"{self.chosen.name}: {format_seconds(self.chosen.step_seconds)} a step, "
-            f"{self.chosen.samples_per_second:.3g} samples/s predicted, {needs} of {budget}"
+            f"{format_count(self.chosen.samples_per_second)} samples/s predicted, {needs} of {budget}"
+            + (f"; its loader gives {format_count(held)} samples/s" if held is not None else "")
         )
 
     @property
@@ -121,7 +125,7 @@ class SpeedPlan(Recommended, Drawable):
     def _table(self) -> tuple[Sequence[str], list[list[str]], int | None]:
         rows = [
             [point.name, format_bytes(point.needs_bytes), f"{point.needs_bytes / self.budget_bytes:.0%}",
-             format_seconds(point.step_seconds), f"{point.samples_per_second:.3g}"]
+             format_seconds(point.step_seconds), format_count(point.samples_per_second)]
             for point in self._shown
         ]  # fmt: skip
         return _COLUMNS, rows, None if self.chosen is None else self._shown.index(self.chosen)
@@ -200,12 +204,29 @@ class Fastest:
         if chosen is not None:
             self._note_next(chosen, points)
         trial = self._trial(chosen) if chosen is not None and confirm and self._is_here else None
+        held = None if chosen is None else self._held_by_loader(chosen)
+        changes = tuple(self._changes(chosen)) if chosen is not None else ()
         return SpeedPlan(
             given=self.config, target=self.target, budget_bytes=self.budget_bytes,
             points=tuple(sorted(points, key=lambda point: point.step_seconds)), chosen=chosen,
-            changes=tuple(self._changes(chosen)) if chosen is not None else (), reasons=tuple(self.reasons),
-            refusal="" if chosen is not None else self._refusal(points), trial=trial,
+            changes=changes, reasons=tuple(self.reasons), trial=trial, loader_samples_per_second=held,
+            refusal="" if chosen is not None else self._refusal(points),
         )  # fmt: skip
+
+    def _held_by_loader(self, chosen: SpeedPoint) -> float | None:
+        """Samples per second that kit's own loader gives, where those are fewer than the steps take."""
+        query = self._query.with_config(self.config.replace(chosen.changes), self._device)
+        seconds = loader_seconds(query)
+        if seconds is None:
+            return None
+        rate = query.world_size * query.config.loader.batch_size / seconds
+        if rate >= chosen.samples_per_second:
+            return None
+        self._note(
+            "its loader decides how fast it is, which none of these levers changes: kit.plan_chunks and the "
+            "settings of loader do"
+        )
+        return rate
 
     @property
     def _accumulated(self) -> int:
