@@ -122,7 +122,7 @@ def test_a_patch_with_other_variables_names_the_argument_to_set():
 
 def test_a_patch_without_a_slice_to_forecast_names_the_argument_to_set():
     with pytest.raises(
-        ConfigError, match=r"1 time slices, 1 of history and 1 to forecast need 2; set data\.patch\.time: 2"
+        ConfigError, match=r"1 time slices, 1 of history and 1 to forecast need 2; set data\.patch to 2"
     ):
         UNet(variables=2).loss(batch_of(advected(1, time=1)))
 
