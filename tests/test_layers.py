@@ -163,6 +163,13 @@ def test_help_of_kit_fits_on_two_screens():
     assert len(pydoc.plain(pydoc.render_doc(kit)).splitlines()) <= 2 * LINES_OF_A_SCREEN
 
 
+@pytest.mark.parametrize("package", sorted({*house.MAPS} - {"kit", "kit.train"}))
+def test_help_of_a_package_names_what_it_has(package):
+    module = importlib.import_module(package)
+    named = getattr(module, "__all__", PUBLIC.get(package))
+    assert [name for name in named if f"`{name}`" not in module.__doc__] == []
+
+
 @pytest.mark.parametrize(("old", "new"), sorted(kit._RENAMED.items()))
 def test_a_name_of_before_warns_and_works(old, new):
     package, _, name = new.partition(".")

@@ -1,6 +1,7 @@
 """Checkpoints in a bucket: uploaded beside the training, complete or not at all, and found again.
 
-Names are loaded when first used.
+`CheckpointUpload` sends each as it is written; `upload`, `latest`, `download` and `unfinished` do so by hand. Names are
+loaded when first used.
 """
 
 from typing import TYPE_CHECKING

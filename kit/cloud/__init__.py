@@ -1,6 +1,6 @@
 """A simulated cloud on this machine: object stores with the latency, bandwidth and faults of a real bucket.
 
-Names are loaded when first used.
+`simulate` starts one. Names are loaded when first used.
 """
 
 from typing import TYPE_CHECKING

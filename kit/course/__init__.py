@@ -1,6 +1,6 @@
 """Learn by guessing: a number of your own beside what kit predicts and what a run measures.
 
-Names are loaded when first used.
+`guess` asks for one, `score` shows all. Names are loaded when first used.
 """
 
 from typing import TYPE_CHECKING

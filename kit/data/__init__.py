@@ -1,7 +1,15 @@
 """Data for training: stores of samples and rows, tables, and what reading them costs.
 
-`PatchData`, `RowData` and `EventData` are LightningDataModules; the rest makes, opens, measures and checks what they
-read. Names are loaded when first used.
+    patches   `PatchData` trains on them. `split` and `join` say which, `statistics` what a filter or a mean needs;
+              `probe`, `measure_reading` and `measure_networks` how fast they come; `prefetch` and `download_once`
+              bring them near
+    stores    `chunk_table` and `chunk_panel` choose chunks; `plan_build`, `expected_bytes`, `advise_schedule` and
+              `build_panel` say what `kit.build` will do, `verify` what lies there
+    rows      `RowData` trains on them; `open_rows`, `write_rows` and `array_bytes` read, write and size them
+    tables    `EventData` trains on them; `open_table` and `read_sources` open, `fit_features`, `plan_partitions` and
+              `measure_queries` prepare them, `QueryCache` keeps what queries gave
+
+Names are loaded when first used; `help(kit.data.probe)` explains one.
 """
 
 from typing import TYPE_CHECKING

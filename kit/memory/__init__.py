@@ -1,6 +1,8 @@
 """Memory without the hardware: what a batch size, a lever or a card would change, and how right it was so far.
 
-`kit.predict_memory` answers for one configuration. Names are loaded when first used.
+`kit.predict_memory` answers for one configuration, `what_if` for several, `model` for any batch size at once,
+`largest_batch` for a device; `sizes` lists the dials of a model, `panel` turns them, `residuals` tells how right it
+was. Names are loaded when first used.
 """
 
 from typing import TYPE_CHECKING

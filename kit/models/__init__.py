@@ -1,4 +1,8 @@
-"""Small honest models whose size is one dial. Importing this package imports torch and lightning."""
+"""Small honest models whose size is one dial. Importing this package imports torch and lightning.
+
+`UNet` forecasts fields, `GPT` continues text; `Encoder`, `Recurrent`, `ResNet`, `Recommender` and `SketchModel` are of
+other kinds. `Tokens`, `TextData` and `RandomData` of `Field`s are data for them.
+"""
 
 from typing import TYPE_CHECKING, Any
 

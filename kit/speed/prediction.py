@@ -29,7 +29,7 @@ from kit.machine.processes import BUSY_CORES, slowed
 from kit.memory.query import MOST_RANKS, MemoryQuery, make_query
 from kit.memory.recordings import RecordingRequest, UnansweredError, cached_recording, recordings_of
 from kit.memory.replay.cards import CARDS, THIS_MACHINE, DeviceTarget, emulated, target_of
-from kit.memory.replay.estimate import MemoryEstimate
+from kit.memory.replay.estimate import MemoryEstimate, asked_words
 from kit.memory.replay.replay import GUESSED_CONDITION, Recording
 from kit.registry import Drawable, load
 from kit.speed.card_costs import CardCosts, card_of
@@ -482,11 +482,18 @@ class SpeedEstimate(Drawable):
 
     def __repr__(self) -> str:
         table = text_table(_COLUMNS, self._rows)
-        return "\n".join([self.sentence, table, *(f"- {reason}" for reason in self.reasons)])
+        return "\n".join([self.sentence, table, *(f"- {reason}" for reason in self._sentences)])
 
     def _repr_html_(self) -> str:
         shown: str = load("breakdown.SpeedEstimate")(self)
-        return shown + html_list(self.reasons)
+        return shown + html_list(self._sentences)
+
+    @property
+    def _sentences(self) -> list[str]:
+        facts = self.time.step.facts
+        precision, strategy = str(facts.get("precision", "32-true")), str(facts.get("strategy", "none"))
+        strategy = "ddp" if strategy == "none" else strategy  # as the exchange is priced
+        return [asked_words(self.batch_size, precision, self.accumulate, strategy, self.devices), *self.reasons]
 
 
 _COLUMNS = ("kind of operator", "a step", "share")

@@ -1,6 +1,11 @@
 """Studies: each asks one question with several short trials, or of trials that ran.
 
-Names are loaded when first used.
+    what holds a trial up    `diagnose`, `try_change`, `profile`, `timing`, `open_trace`, `device_peaks`, `calibrate`
+    what would be better     `compare`, `verify_levers`, `verify_sequences`, `placements`
+    what fits                `find_batch_size`, `back_off`, `recommend`
+    what the whole run takes `predict_run`
+
+Names are loaded when first used; `help(kit.studies.diagnose)` explains one.
 """
 
 from typing import TYPE_CHECKING

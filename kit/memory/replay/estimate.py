@@ -49,7 +49,7 @@ from kit.memory.replay.replay import (
 )
 from kit.registry import Drawable
 from kit.tables import html_list, html_table, text_table
-from kit.units import format_bytes
+from kit.units import format_bytes, plural
 
 Verdict = Literal["fits", "fits if", "tight", "does not fit", "unknown"]
 
@@ -156,11 +156,18 @@ class MemoryEstimate(Drawable):
         return cls(**plain)
 
     def __repr__(self) -> str:
-        lines = [self._headline, text_table(_COLUMNS, self._rows), *(f"- {sentence}" for sentence in self.reasons)]
+        lines = [self._headline, text_table(_COLUMNS, self._rows), *(f"- {sentence}" for sentence in self._sentences)]
         return "\n".join(lines)
 
     def _repr_html_(self) -> str:
-        return html_table(_COLUMNS, self._rows, caption=self._headline) + html_list(self.reasons)
+        return html_table(_COLUMNS, self._rows, caption=self._headline) + html_list(self._sentences)
+
+    @property
+    def _sentences(self) -> list[str]:
+        asked = asked_words(
+            self.batch_size, self.precision, self.accumulate_grad_batches, self.strategy, self.world_size
+        )
+        return [asked, *self.reasons]
 
     @property
     def _headline(self) -> str:
@@ -189,6 +196,13 @@ class MemoryEstimate(Drawable):
 
 
 _COLUMNS = ("at the peak", "bytes", "share")
+
+
+def asked_words(batch_size: int, precision: str, accumulate: int, strategy: str, devices: int) -> str:
+    """What was asked about, so that two answers can be told apart: `batches of 64 in bf16-mixed, ddp on 8 devices`."""
+    accumulated = f", {accumulate} of them a step" if accumulate > 1 else ""
+    shared = f", {strategy} on {plural(devices, 'device')}" if devices > 1 else ""
+    return f"batches of {batch_size} in {precision}{accumulated}{shared}"
 
 
 @garbage_collection_paused()
