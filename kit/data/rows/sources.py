@@ -282,7 +282,7 @@ class ZarrRows(RowSource):
         if (info.scale_factor, info.add_offset) != (1.0, 0.0):
             raise RowsError(
                 f"{self.place} is packed (scale_factor {info.scale_factor:g}, add_offset {info.add_offset:g}); read it "
-                "as patches with kit.data.PatchData, or write its values with kit.data.write_rows"
+                "as patches with kit.data.PatchData, or give kit.data.write_rows a function (start, stop) of its values"
             )
         self.shape, self.stored = info.shape, str(info.dtype)
         self.row_bytes = math.prod(info.shape[1:]) * info.dtype.itemsize
@@ -346,5 +346,8 @@ def _find(url: str, credentials: str, variable: str, strict: bool) -> tuple[Data
         variable = ""
     if not variable and len(dataset.arrays) != 1:
         names = ", ".join(dataset.arrays) or "none"
-        raise RowsError(f"{redact(url)} holds {len(dataset.arrays)} arrays ({names}); name one of them in variable")
+        raise RowsError(
+            f"{redact(url)} holds {len(dataset.arrays)} arrays ({names}); name one of them in variable, or behind the "
+            "place, as place/name"
+        )
     return dataset, dataset.select((variable or next(iter(dataset.arrays)),))[0]
