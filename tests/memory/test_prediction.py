@@ -554,3 +554,13 @@ def test_whoever_waits_for_dry_runs_is_told_how_many_are_done_and_how_long_they_
     assert re.search(r"3 of 3 dry runs done: \d+ \S+\n$", said)
     with ThreadPoolExecutor() as others:
         assert others.submit(ask).result() == "", "a panel says it itself"
+
+
+@pytest.mark.parametrize("accumulate", [1, 2, 4])
+def test_the_peak_is_told_of_the_step_in_which_it_lies(config, accumulate):
+    """Of four micro-batches a step, two are recorded."""
+    changes = {"levers.accumulate_grad_batches": accumulate, "levers.optimizer": "adamw"}
+    found = predict_memory(config().replace(changes), TinyModule, TinyData)
+    assert found.breakdown["optimizer_state"] > 0
+    assert found.peak.step == 1 or found.peak.phase == "optimizer"  # there is no state before
+    assert found.peak.micro_batch // min(accumulate, 2) == found.peak.step
