@@ -259,7 +259,7 @@ def _check_own_data(config: Config, world_size: int) -> dict[str, Any]:
     from kit.data.splits import split_of, widest_of
     from kit.data.stores.url import is_shared
     from kit.data.stream.engine import Engine
-    from kit.data.stream.memory import loader_settings, refuse_too_little, refuse_too_little_memory
+    from kit.data.stream.memory import loader_settings, refuse_too_little_memory, refuse_too_little_shared_memory
 
     if not is_shared(config.data.url):
         message = f"{config.data.url} lives in this process only; a trial runs in others. Build to a folder or a bucket"
@@ -275,7 +275,7 @@ def _check_own_data(config: Config, world_size: int) -> dict[str, Any]:
     for part, how in read:
         refuse_too_little_memory(dataset.select(config.data.variables), part, how, config.loader.memory_bytes)
     batch_bytes = plan.batch_bytes(len(dataset.select(config.data.variables)))
-    refuse_too_little(config.loader, batch_bytes, world_size)
+    refuse_too_little_shared_memory(config.loader, batch_bytes, world_size)
     # Opens nothing, and refuses what it cannot read.
     Engine(standardized_by(config, dataset), config.data.variables, standardize=config.data.standardize)
     split = split_of(config, widest_of(dataset, config))

@@ -15,7 +15,7 @@ import kit
 from kit.config import Config
 from kit.data.patches.module import PatchData
 from kit.data.stream import memory
-from kit.data.stream.memory import needed_bytes, refuse_too_little
+from kit.data.stream.memory import needed_bytes, refuse_too_little_shared_memory
 from kit.errors import ConfigError
 from kit.sections import Loader
 
@@ -59,10 +59,10 @@ def test_exactly_enough_is_enough(room):
     settings = Loader(num_workers=2, prefetch_factor=4)
     needed = needed_bytes(settings, MIB)
     room(needed + 4096)
-    refuse_too_little(settings, MIB)
+    refuse_too_little_shared_memory(settings, MIB)
     room(needed - 4096)
     with pytest.raises(ConfigError, match=r"2 processes × 4 batches of 1 MiB need 9.* MiB .*shm-size"):
-        refuse_too_little(settings, MIB)
+        refuse_too_little_shared_memory(settings, MIB)
 
 
 def test_data_by_itself_refuses_before_a_process_and_without_processes_needs_none(config, room):

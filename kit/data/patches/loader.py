@@ -309,7 +309,7 @@ class PatchLoader(EpochLoader[PatchBatch, SamplePlan]):
         self.plan = plan
         processes = max(1, settings.num_workers)
         memory.refuse_too_little_memory(dataset.select(variables), plan, settings, whole_bytes)
-        memory.refuse_too_little(settings, plan.batch_bytes(len(dataset.select(variables))))
+        memory.refuse_too_little_shared_memory(settings, plan.batch_bytes(len(dataset.select(variables))))
         engine = Engine(
             dataset, variables, requests_in_flight=max(1, settings.requests_in_flight // processes),
             decode_threads=settings.decode_threads, batches_ahead=settings.batches_ahead, standardize=standardize,

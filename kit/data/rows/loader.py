@@ -182,7 +182,7 @@ class RowLoader(EpochLoader[RowBatch, RowOrder]):
                 f"{memory.enough_text(needed_bytes, settings, whole_bytes)}, or a smaller loader.batch_size"
             )
             raise ConfigError([Problem("loader.memory_bytes", message)])
-        memory.refuse_too_little(settings, order.batch_size * rows.delivered_row_bytes)
+        memory.refuse_too_little_shared_memory(settings, order.batch_size * rows.delivered_row_bytes)
         self.rows, self.order = rows, order
         stream = _Stream(rows, order, rank, settings)
         self._counts = stream.counts

@@ -7,7 +7,8 @@ config that allows so little is refused before (`refuse_too_little_memory`).
 What a config allows is shared: where there is validation, it reads with a quarter (`loader_settings`).
 
 Loader processes hand batches over in /dev/shm, of which a container may have 64 MiB, whatever the machine has. Where it
-is full a process dies of a bus error or waits for ever, so `refuse_too_little` compares before any is started.
+is full a process dies of a bus error or waits for ever, so `refuse_too_little_shared_memory` compares before any is
+started.
 """
 
 from __future__ import annotations
@@ -227,7 +228,7 @@ def needed_bytes(settings: Loader, batch_bytes: int, ranks: int = 1) -> int:
     return ranks * held * (batch_bytes + 2 * _PAGE_BYTES)
 
 
-def refuse_too_little(settings: Loader, batch_bytes: int, ranks: int = 1) -> None:
+def refuse_too_little_shared_memory(settings: Loader, batch_bytes: int, ranks: int = 1) -> None:
     """Raises: ConfigError: when /dev/shm is too small for the batches of `ranks` ranks, with the size it needs."""
     needed, free = needed_bytes(settings, batch_bytes, ranks), free_bytes()
     if needed > free:
