@@ -201,7 +201,7 @@ class Dataset:
         return f"Dataset {redact(self.url)}: {len(self.arrays)} variables, {size}{stored}{level}{cached}"
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, repr=False)
 class StoreDataset(Dataset):
     """A `Dataset` whose store no URL alone leads to; it pickles with what opens it."""
 
@@ -234,7 +234,7 @@ def warn_unreachable(cache: ReadCache, error: UnreachableStoreError) -> None:
     warnings.warn(f"{message}cannot be read", KitWarning, stacklevel=4)
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, repr=False)
 class XarrayDataset(Dataset):
     """A `Dataset` over an xarray object; it pickles with the object, all of it where that is in memory."""
 

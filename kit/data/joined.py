@@ -50,7 +50,7 @@ Unmatched = Literal["refuse", "leave-out", "missing"]
 Align = Literal["exact", "override"]
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, repr=False)
 class JoinedDataset(StoreDataset):
     """A `Dataset` over several; it pickles with them."""
 

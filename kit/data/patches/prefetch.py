@@ -46,7 +46,7 @@ _OVERHEAD = 1.1
 _NEVER_CACHED = "{} is on this machine, and is read without a cache"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
 class Prefetched:
     """What a cache holds of the data of a config."""
 
@@ -60,7 +60,7 @@ class Prefetched:
     bytes_read: int
     seconds: float
 
-    def __str__(self) -> str:
+    def __repr__(self) -> str:
         asked = f"{format_count(self.requests)} requests brought {format_bytes(self.bytes_read)}"
         return (
             f"{self.folder}: {format_bytes(self.held_bytes)} of {format_count(self.objects)} objects are held; "
