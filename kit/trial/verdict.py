@@ -373,7 +373,17 @@ def _message(
     where = f" ({describe(frame, cells)})" if frame else f" (in {action})" if action else ""
     outer = next((item for item in _chain(error, _led_to) if item.__cause__ is root), None)
     again = f"; raised again as {_text(outer)}" if outer is not None and root is not outer else ""
-    return f"{text}{where}{again}"
+    way_out = next((f"; {told}" for known, told in _WAYS_OUT.items() if known in text), "")
+    return f"{text}{where}{way_out}{again}"
+
+
+_WAYS_OUT = {
+    "grad can be implicitly created only for scalar outputs":
+        "training_step must return one number, such as loss.mean()",
+    "does not require grad and does not have a grad_fn":
+        "the loss depends on no parameter that is trained: look for detach, no_grad and requires_grad_(False)",
+}  # fmt: skip
+"""Torch's words for mistakes in a step that it finds only in the backward pass, where no line of the user's runs."""
 
 
 def _text(error: BaseException) -> str:

@@ -318,6 +318,24 @@ def test_a_fit_that_trains_nothing_says_so_before_and_after(config, module, name
     assert [warning for warning in trial.warnings if f"nothing was trained: {module.__name__}.{named}" in warning]
 
 
+class ManyLosses(TinyModule):
+    def training_step(self, batch, batch_idx):
+        return torch.stack([super().training_step(batch, batch_idx)] * 2)
+
+
+class Detached(TinyModule):
+    def training_step(self, batch, batch_idx):
+        return super().training_step(batch, batch_idx).detach()
+
+
+@pytest.mark.parametrize(("module", "way_out"), [(ManyLosses, r"loss\.mean\(\)"), (Detached, "detach")])
+def test_a_loss_that_torch_refuses_is_told_with_a_way_out(config, module, way_out):
+    with pytest.raises(TrialError, match=f"RuntimeError.*; .*{way_out}"):
+        fit(config(), module, TinyData).wait(SECONDS)
+    with pytest.raises(TrialError, match=f"RuntimeError.*; .*{way_out}"):
+        predict_memory(config(), module, TinyData)
+
+
 @pytest.mark.parametrize("setting", ["ddp_find_unused_parameters", "ddp_static_graph"])
 def test_with_the_setting_it_trains_and_the_cheaper_one_is_proposed(config, setting):
     asked = config(2).replace({f"hardware.{setting}": True, "hardware.ddp_bucket_bytes": "1 MiB"})
