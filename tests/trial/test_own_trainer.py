@@ -229,7 +229,7 @@ def test_kits_own_model_validates_on_the_part_that_is_kept_and_the_row_has_it(ow
     more = {"trial.validate_every_steps": 3, "training.monitor": "val_loss", "trial.keep_best": True}
     asked = own(ranks, **split, **more)
     trial = complete(fit(asked))
-    assert any("time 4 to 7 of 8" in sentence for sentence in settings_used(trial))
+    assert any("time 5 to 7 of 8" in sentence for sentence in settings_used(trial))
     values = logged(trial, "val_loss")
     assert len(values) == 2
     (row,) = results(asked.trial.folder)
