@@ -39,7 +39,7 @@ COUNTED = ("requests_per_sample", "bytes_per_sample")
 NO_SPEED = ("name", "trial.", "training.max_", "commit.", "profiler.", "build.", "queries.", "calibration.")
 """Settings that change neither how fast a step is nor what it reads."""
 _MOST_EARLIER = 5
-_TRIAL_DEVIATION = 0.07
+TRIAL_DEVIATION = 0.07
 """Of the speed of one trial: two of the same setting differ by 6.6 % at the median of 93 (`benchmarks/speed.py`)."""
 _ENDED = ("COMPLETE", "STOPPED")
 _WORDS = {
@@ -278,7 +278,7 @@ def correction(ratios: Sequence[float]) -> float:
     logarithm x as much counts as of a value that is known to a standard deviation of s: x² / (x² + s²).
     """
     off = math.log(statistics.median(ratios))
-    doubt = _TRIAL_DEVIATION / math.sqrt(len(ratios))
+    doubt = TRIAL_DEVIATION / math.sqrt(len(ratios))
     return math.exp(off**3 / (off**2 + doubt**2))
 
 

@@ -150,6 +150,11 @@ class LossLog(Callback):
             self._writer = None
 
 
+def loss_in(outputs: Any) -> Any:
+    """What `training_step` gave as the loss, in what callbacks get at the end of a batch; None where it gave none."""
+    return outputs.get("loss") if isinstance(outputs, dict) else outputs
+
+
 def batch_loss(outputs: Any, trainer: Trainer) -> torch.Tensor | None:
     """The loss of one micro-batch, without the division by accumulation that Lightning has applied.
 
@@ -159,7 +164,7 @@ def batch_loss(outputs: Any, trainer: Trainer) -> torch.Tensor | None:
     Returns:
         A tensor without dimensions, still on its device; None where there is no single number.
     """
-    loss = outputs.get("loss") if isinstance(outputs, dict) else outputs
+    loss = loss_in(outputs)
     if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
         return None
     automatic = trainer.lightning_module.automatic_optimization

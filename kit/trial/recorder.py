@@ -102,7 +102,8 @@ class StepRecorder(Callback):
         self.clock = clock
         self.stopped = False
         self.loader: object = None
-        self._batches = self._steps_done = self._losses = 0
+        self._batches = self._steps_done = 0
+        self._has_loss = False
         self._train_started = self._validation_started = 0.0
         self._read_span: tuple[float, float] | None = None
         self._kept: list[tuple[dict[str, Any], dict[str, torch.Tensor], DeviceStep | None]] = []
@@ -197,7 +198,7 @@ class StepRecorder(Callback):
         logged = trainer._logger_connector.metrics["callback"] if self.context.rank == 0 else {}
         named = {name: value for name, value in logged.items() if f"{name}_step" not in logged}  # as loggers name them
         found = {name: value.detach() for name, value in named.items() if value.numel() == 1}
-        self._losses += loss is not None
+        self._has_loss |= loss is not None
         return found if loss is None else {_LOSS: loss, **found}
 
     def _counters(self) -> dict[str, int]:
@@ -261,7 +262,7 @@ class StepRecorder(Callback):
         self.flush()
         if self._batches == 0 and not self.stopped and trainer.limit_train_batches:
             raise ConfigError([Problem("data", f"nothing was trained: {_why_no_batch(trainer)}")])
-        why = why_nothing_trains(trainer, bool(self._losses)) if self._batches else ""
+        why = why_nothing_trains(trainer, self._has_loss) if self._batches else ""
         if why and trainer.is_global_zero:
             warnings.warn(f"nothing was trained: {why}", KitWarning, stacklevel=2)
         callbacks = getattr(trainer, "callbacks")  # noqa: B009

@@ -272,9 +272,10 @@ def _check_own_data(config: Config, world_size: int) -> dict[str, Any]:
         read.append((sample_plan(config, dataset, world_size, part="validation"), few))
     if config.trial.test_batches:
         read.append((sample_plan(config, dataset, world_size, part="test"), few))
+    arrays = dataset.select(config.data.variables)
     for part, how in read:
-        refuse_too_little_memory(dataset.select(config.data.variables), part, how, config.loader.memory_bytes)
-    batch_bytes = plan.batch_bytes(len(dataset.select(config.data.variables)))
+        refuse_too_little_memory(arrays, part, how, config.loader.memory_bytes)
+    batch_bytes = plan.batch_bytes(len(arrays))
     refuse_too_little_shared_memory(config.loader, batch_bytes, world_size)
     # Opens nothing, and refuses what it cannot read.
     Engine(standardized_by(config, dataset), config.data.variables, standardize=config.data.standardize)

@@ -88,9 +88,9 @@ from kit.memory.record.fakes import FakeValues, fake_values, not_traced, saving_
 from kit.memory.record.recorder import BlockRecorder, Observer
 from kit.memory.record.value_sizes import DRAWN, WRITTEN
 from kit.memory.record.workspace import Workspaces, eight_bit_on_fakes
-from kit.memory.replay.replay import DIFFERING, NOTHING_TRAINED, UPPER_BOUND, Recording, replay
+from kit.memory.replay.replay import DIFFERING, NOTHING_TRAINED, STEPS, UPPER_BOUND, Recording, replay
 from kit.memory.replay.snapshot import line_of
-from kit.train.callbacks import UnusedParameters, why_nothing_trains
+from kit.train.callbacks import UnusedParameters, loss_in, why_nothing_trains
 from kit.train.choices import Stage
 from kit.train.fsdp import unit_sizes
 from kit.train.levers import blocks_by_label
@@ -440,8 +440,6 @@ def _quiet() -> Iterator[list[warnings.WarningMessage]]:
                 logger.setLevel(level)
 
 
-STEPS = 2
-"""Optimizer steps recorded: the first makes the state that the second steps with."""
 _NEVER = 1 << 40
 MOST_VALIDATED = 64
 """Batches of one validation, test or prediction that are recorded where each leaves something behind."""
@@ -496,7 +494,7 @@ class StepMarker(Callback):
     @override
     def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, outputs: Any, *_args: Any) -> None:
         self.batches += 1
-        self.has_loss |= (outputs.get("loss") if isinstance(outputs, dict) else outputs) is not None
+        self.has_loss |= loss_in(outputs) is not None
         # A scheduler steps later, and the next batch begins; the run ends before that.
         steps = [self.recorder.optimizer_steps[id(optimizer)] for optimizer in trainer.optimizers]
         stepped = self.batches >= STEPS * trainer.accumulate_grad_batches and all(count >= STEPS for count in steps)

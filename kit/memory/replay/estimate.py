@@ -39,6 +39,7 @@ from kit.memory.replay.replay import (
     EVALUATIONS,
     NOTHING_TRAINED,
     PHASES,
+    STEPS,
     Recording,
     Replay,
     changes,
@@ -462,10 +463,6 @@ def category_series(
     return np.cumsum(moves, axis=1)
 
 
-_STEPS = 2
-"""That a dry run records."""
-
-
 def peak_of(recording: Recording, allocated_bytes: NDArray[np.int64]) -> Peak:
     """The first event at which most is allocated, and what made that block."""
     if not len(allocated_bytes):
@@ -474,11 +471,12 @@ def peak_of(recording: Recording, allocated_bytes: NDArray[np.int64]) -> Peak:
     block = int(recording.event_block[event])
     micro_batch = int(np.searchsorted(recording.batch_starts, recording.event_time[event], side="right")) - 1
     # Of many micro-batches a step, the first two are recorded: from the second on they are alike.
-    a_step = max(1, min(int(recording.facts.get("accumulate_grad_batches", 1)), len(recording.batch_starts) // _STEPS))
+    recorded = len(recording.batch_starts) // STEPS
+    of_a_step = max(1, min(int(recording.facts.get("accumulate_grad_batches", 1)), recorded))
     return Peak(
         event=event, operator=recording.names[recording.block_operator[block]],
         module=recording.names[recording.block_module[block]], phase=PHASES[recording.block_phase[block]],
-        step=micro_batch // a_step, micro_batch=micro_batch,
+        step=micro_batch // of_a_step, micro_batch=micro_batch,
     )  # fmt: skip
 
 

@@ -141,7 +141,10 @@ GUESSED_CONDITION = "the condition at"
 """What a guessed branch of the step begins with among `facts["guesses"]`."""
 UPPER_BOUND = ", an upper bound"
 """How a guess ends that can only be too high."""
+STEPS = 2
+"""Optimizer steps recorded: the first makes the state that the second steps with."""
 NOTHING_TRAINED = "nothing is trained: "
+"""What a note begins with that says why no weight changes."""
 DIFFERING = ("samples differ in size: ", "batches differ in size: ")
 """What a note begins with that says how large a batch was taken to be: most batches are smaller."""
 _PLAIN = ("names", "batch_starts", "batch_size", "rounding_bytes", "facts", "calls")

@@ -34,6 +34,7 @@ from functools import cached_property
 from typing import Literal
 
 from kit.errors import PlanError
+from kit.records.ratios import TRIAL_DEVIATION
 from kit.speed.links import Link, Reached, Traffic, waited_for
 
 Bound = Literal[
@@ -42,8 +43,6 @@ Bound = Literal[
 MOST_DEVICES = 4096
 _NEAR_A_TIE = 0.1
 """The extra time of two limits that need equally long, from simulation."""
-_BETWEEN_TRIALS = 0.07
-"""Two trials of one setting differ by so much (`benchmarks/speed.py`)."""
 _UNMEASURED_CONTENTION = {"cpu": 0.3, "gpu": 0.05}
 """At most, for each doubling: ranks on a CPU share its caches and memory bus, GPUs their host and power. Assumptions;
 on two cores a small GPT lost 18 % (`benchmarks/scaling.py`)."""
@@ -203,7 +202,7 @@ class Scaling:
         each: dict[Bound, float] = {work: compute, "communication": exchange, **limits}
         known = next((step for step in self.steps if step.devices == devices), None) if self.as_measured else None
         if known is not None:
-            seconds, doubt = known.seconds, 1 + known.error_fraction + _BETWEEN_TRIALS
+            seconds, doubt = known.seconds, 1 + known.error_fraction + TRIAL_DEVIATION
             low, high = seconds / doubt, seconds * doubt
         return Point(
             devices=devices, seconds_per_batch=seconds, low_seconds=min(seconds, low), high_seconds=max(seconds, high),
