@@ -17,7 +17,6 @@ import os
 import shutil
 import threading
 import time
-import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,7 +28,7 @@ from typing_extensions import override
 from kit.checkpoints.parts import Signature, saved_at, signature
 from kit.checkpoints.uploading import BundleStore, SourceChanged, Upload
 from kit.data.stores.url import redact, resolve_url
-from kit.errors import KitWarning, StoreError
+from kit.errors import StoreError, warn_caller
 from kit.sections import Checkpoint
 from kit.units import format_seconds
 
@@ -297,7 +296,7 @@ class CheckpointUpload(Callback):
         if self.settings.required:
             self._raised = StoreError(text)
             raise self._raised
-        warnings.warn(f"{text}; training went on without it", KitWarning, stacklevel=3)
+        warn_caller(f"{text}; training went on without it")
 
 
 # -- files

@@ -11,7 +11,6 @@ is imported by whoever made the object, never here.
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from html import escape
@@ -31,7 +30,7 @@ from kit.data.stores.metadata import CachedMetadata, DescribedStore, Documents, 
 from kit.data.stores.transfer import BoundedCache, Counters, Octets
 from kit.data.stores.url import open_store, redact, store_error
 from kit.data.variables import NUMBERS, ArrayInfo, asides, decode_times, in_machine_order
-from kit.errors import ConfigError, KitWarning, Problem, StoreError, UnreachableStoreError, did_you_mean
+from kit.errors import ConfigError, Problem, StoreError, UnreachableStoreError, did_you_mean, warn_caller
 from kit.units import format_bytes
 
 if TYPE_CHECKING:
@@ -231,7 +230,7 @@ def _variables_error(message: str) -> ConfigError:
 
 def warn_unreachable(cache: ReadCache, error: UnreachableStoreError) -> None:
     message = f"{error}. It is read from {cache.where} instead, as it was when kit last opened it; what is not there "
-    warnings.warn(f"{message}cannot be read", KitWarning, stacklevel=4)
+    warn_caller(f"{message}cannot be read")
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)

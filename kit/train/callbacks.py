@@ -32,7 +32,6 @@ from __future__ import annotations
 
 import os
 import time
-import warnings
 import weakref
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -51,7 +50,7 @@ from typing_extensions import override
 from kit.config import Config
 from kit.data.patches.loader import PatchLoader
 from kit.data.patches.module import PatchData
-from kit.errors import ConfigError, KitWarning, Problem, first_few
+from kit.errors import ConfigError, Problem, first_few, warn_caller
 from kit.events import EventWriter
 from kit.machine.machine import share
 from kit.machine.processes import keep_freed_memory
@@ -300,7 +299,7 @@ class UnusedParameters(Callback):
                 "hardware.ddp_find_unused_parameters is true, and every step used the same parameters: "
                 "hardware.ddp_static_graph: true instead spares the search in each step"
             )
-            warnings.warn(message, KitWarning, stacklevel=2)
+            warn_caller(message)
 
 
 MOST_ENTRIES = 100_000

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import importlib
 import re
-import warnings
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
@@ -27,7 +26,7 @@ from torch.utils.checkpoint import checkpoint
 from typing_extensions import override
 
 from kit.config import Config
-from kit.errors import ConfigError, KitWarning, Problem, did_you_mean
+from kit.errors import ConfigError, Problem, did_you_mean, warn_caller
 from kit.train.choices import Entry, lever_entries
 from kit.train.fsdp import class_name, find_blocks, outermost, repeated_blocks
 
@@ -84,7 +83,7 @@ class GradientCheckpointing(Callback):
             message = f"gradient checkpointing does nothing: {class_name(module)} has no repeated blocks; name their "
             message += "classes in GradientCheckpointing(blocks=[...])"
         if message:
-            warnings.warn(message, KitWarning, stacklevel=2)
+            warn_caller(message)
         for block in able:
             if getattr(block.__dict__.get("forward"), "func", None) is not _checkpointed:
                 layer: Any = next((part.layer_idx for part in block.modules() if hasattr(part, "layer_idx")), 0)
@@ -134,7 +133,7 @@ class ZeroGradAfterStep(Callback):
             message = f"on_before_zero_grad of {', '.join(map(class_name, looking))} finds no gradients, because "
             message += "levers.zero_grad_after_step frees them sooner; look at them in on_before_optimizer_step"
         if message:
-            warnings.warn(message, KitWarning, stacklevel=2)
+            warn_caller(message)
 
     @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:

@@ -29,7 +29,6 @@ import functools
 import importlib
 import importlib.util
 import logging
-import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
@@ -42,7 +41,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from kit.errors import ConfigError, KitWarning, Problem
+from kit.errors import ConfigError, Problem, warn_caller
 
 OPTIMIZERS = ("adamw", "adamw-fused", "adamw-8bit", "sgd")
 """What `levers.optimizer` offers instead of the module's own."""
@@ -81,7 +80,7 @@ class OptimizerChoice(Callback):
             optimizers = list(find_optimizers(configured))
             if not optimizers:
                 message = f"{self.name} does nothing: {type(pl_module).__name__} returns no optimizer"
-                warnings.warn(f"levers.optimizer: {message}", KitWarning, stacklevel=2)
+                warn_caller(f"levers.optimizer: {message}")
             self.used += [turn(optimizer, self.name) for optimizer in optimizers]
             return configured
 
@@ -115,7 +114,7 @@ def turn(optimizer: Optimizer, name: str) -> str:
         sharded, how = _is_sharded(optimizer.param_groups), "which is not installed (pip install 'kit[eight-bit]')"
         if not (is_installed() if sharded else importlib.util.find_spec("bitsandbytes")):
             reason = f"of sharded parameters needs torchao, {how}" if sharded else f"needs bitsandbytes, {how}"
-            warnings.warn(f"levers.optimizer: adamw-8bit {reason}; AdamW is used", KitWarning, stacklevel=2)
+            warn_caller(f"levers.optimizer: adamw-8bit {reason}; AdamW is used")
             name = "adamw"
     before = vars(optimizer).copy()
     for group in optimizer.param_groups:  # all else in a group is the module's own

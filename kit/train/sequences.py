@@ -24,7 +24,6 @@ blocks use the same kernels. Code that multiplies its scores itself is not reach
 from __future__ import annotations
 
 import inspect
-import warnings
 from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
@@ -43,7 +42,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 from typing_extensions import override
 
-from kit.errors import ConfigError, KitWarning, Problem
+from kit.errors import ConfigError, Problem, warn_caller
 
 _CHUNKED: WeakSet[nn.Module] = WeakSet()
 _REPLACED = ("training_step", "optimizer_zero_grad")
@@ -238,7 +237,7 @@ class AttentionKernel(Callback):
         if reason:
             message = f"levers.attention: {self.name} {reason}; torch chooses among "
             message += " and ".join(name for name, why in available_kernels(device).items() if not why)
-            warnings.warn(message, KitWarning, stacklevel=2)
+            warn_caller(message)
             self._silent = True
             return
         self._switches.enter_context(sdpa_kernel(preferred_kernels(self.name), set_priority=True))
@@ -276,12 +275,12 @@ class AttentionKernel(Callback):
             return
         if not self.ran:
             message = f"levers.attention: {self.name} does nothing: {module_name} does not call "
-            warnings.warn(message + "scaled_dot_product_attention", KitWarning, stacklevel=3)
+            warn_caller(message + "scaled_dot_product_attention")
         elif set(self.ran) != {self.name}:
             counts = ", ".join(f"{name} {count}" for name, count in sorted(self.ran.items()))
             message = f"levers.attention: {self.name} did not take every call of the first batch ({counts}): "
             message += self._seen.why(self.name) or "its rules (type, head size, mask, dropout) were not met"
-            warnings.warn(message, KitWarning, stacklevel=3)
+            warn_caller(message)
 
 
 class _Calls(TorchFunctionMode):

@@ -24,7 +24,6 @@ import itertools
 import math
 import os
 import sys
-import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from importlib.metadata import EntryPoints, distributions
 from pathlib import Path
@@ -48,7 +47,7 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 from typing_extensions import override
 
 from kit.config import Config
-from kit.errors import ConfigError, HardwareError, KitWarning, Problem
+from kit.errors import ConfigError, HardwareError, Problem, warn_caller
 from kit.events import EventWriter
 from kit.sections import Hardware
 from kit.train.callbacks import WholeEpochs
@@ -308,11 +307,9 @@ def _optimization(config: Config, module: LightningModule | None) -> dict[str, A
     left = [f"training.gradient_clip_norm: {clip}"] if clip is not None else []
     left += [f"levers.accumulate_grad_batches: {accumulate}"] if accumulate != 1 else []
     if left:
-        warnings.warn(
+        warn_caller(
             f"{type(module).__name__} optimizes manually, so {' and '.join(left)} {'is' if len(left) == 1 else 'are'} "
             "left out; do it in its training_step (self.clip_gradients, optimizer.step every n-th batch)",
-            KitWarning,
-            stacklevel=3,
         )
     return {}
 
@@ -323,7 +320,7 @@ def _precision(
     if precision == "16-mixed" and accelerator == "cpu" and stands_in:
         return {"plugins": [environment, MixedPrecision("16-mixed", "cpu")]}
     if precision == "16-mixed" and accelerator == "cpu":
-        warnings.warn("16-mixed needs a GPU; on the CPU bf16-mixed is used", KitWarning, stacklevel=3)
+        warn_caller("16-mixed needs a GPU; on the CPU bf16-mixed is used")
         precision = "bf16-mixed"
     if precision == "16-mixed" and sharded:
         # Lightning refuses the name for its model-parallel strategies; the plugin itself shards its scaler correctly.

@@ -31,14 +31,13 @@ import secrets
 import shutil
 import stat
 import time
-import warnings
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from kit.config import Config, project_folder
-from kit.errors import ConfigError, ForeignRunError, KitWarning, Problem, TrialError
+from kit.errors import ConfigError, ForeignRunError, Problem, TrialError, warn_caller
 from kit.json_text import read_json, write_whole
 from kit.units import format_bytes
 
@@ -410,7 +409,7 @@ def _key(path: Path) -> bytes:
             f"{path} cannot hold the key that run directories are signed with ({error.strerror or error}); those of "
             "this session can be run again by this session, later ones have to pass trust=True"
         )
-        warnings.warn(message, KitWarning, stacklevel=2)
+        warn_caller(message)
         return secrets.token_bytes(_KEY_BYTES)
 
 

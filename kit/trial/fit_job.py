@@ -20,7 +20,6 @@ import copy
 import itertools
 import linecache
 import time
-import warnings
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, TypeVar
@@ -35,7 +34,7 @@ from typing_extensions import override
 
 from kit.config import Config
 from kit.data.rows.loader import RowData
-from kit.errors import ConfigError, KitWarning, Problem, first_line
+from kit.errors import ConfigError, Problem, first_line, warn_caller
 from kit.registry import load
 from kit.targets import load_target
 from kit.train.callbacks import DeviceLimit, UnusedParameters
@@ -205,7 +204,7 @@ def end_runs(loggers: Iterable[Logger]) -> None:
                 finish()
         except Exception as error:  # what the training ended with counts
             message = f"{type(logger).__name__} could not finish its run: {type(error).__name__}: {first_line(error)}"
-            warnings.warn(message, KitWarning, stacklevel=2)
+            warn_caller(message)
 
 
 def load_part(part: Part, config: Config) -> None:

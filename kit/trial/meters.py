@@ -39,7 +39,6 @@ import statistics
 import sys
 import threading
 import time
-import warnings
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from types import FrameType
@@ -51,7 +50,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from typing_extensions import override
 
-from kit.errors import KitWarning
+from kit.errors import warn_caller
 from kit.machine.gpus import read_joules
 from kit.machine.processes import MOST_SLOWNESS, cpu_seconds, scheduled_seconds
 from kit.memory.record.truth import AllocatorTrace
@@ -606,4 +605,4 @@ class MemoryHistory(Callback):
 
 def _warn(error: RuntimeError) -> None:
     reason = str(error).splitlines()[0]
-    warnings.warn(f"memory is not measured: {reason}; see trial.measure_memory", KitWarning, stacklevel=3)
+    warn_caller(f"memory is not measured: {reason}; see trial.measure_memory")

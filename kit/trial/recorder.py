@@ -36,7 +36,6 @@ import os
 import resource
 import sys
 import time
-import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -53,7 +52,7 @@ from typing_extensions import override
 
 from kit.config import Config
 from kit.data.patches.module import EpochData
-from kit.errors import ConfigError, KitWarning, Problem
+from kit.errors import ConfigError, Problem, warn_caller
 from kit.machine.processes import peak_rss_bytes
 from kit.memory.record.batches import own_batch_size, samples_in
 from kit.train.callbacks import batch_loss, why_nothing_trains
@@ -264,7 +263,7 @@ class StepRecorder(Callback):
             raise ConfigError([Problem("data", f"nothing was trained: {_why_no_batch(trainer)}")])
         why = why_nothing_trains(trainer, self._has_loss) if self._batches else ""
         if why and trainer.is_global_zero:
-            warnings.warn(f"nothing was trained: {why}", KitWarning, stacklevel=2)
+            warn_caller(f"nothing was trained: {why}")
         callbacks = getattr(trainer, "callbacks")  # noqa: B009
         reasons = (getattr(callback, "stopping_reason_message", None) for callback in callbacks)
         after = self.clock.take()

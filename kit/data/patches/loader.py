@@ -42,7 +42,7 @@ from kit.data.stores.url import redact
 from kit.data.stream import memory
 from kit.data.stream.engine import Engine, Span, Spans
 from kit.data.stream.memory import Arrays
-from kit.errors import KitWarning
+from kit.errors import warn_caller
 from kit.machine.processes import die_with, note_process, shorten_socket_paths
 from kit.sections import Loader
 
@@ -121,7 +121,7 @@ class EpochPasses(Generic[Batch, AnyPlan]):
         """
         rest = self._plan.resume(state["plan"], state["step"])
         for note in rest.notes:
-            warnings.warn(f"resumed in the middle of an epoch: {note}", KitWarning, stacklevel=2)
+            warn_caller(f"resumed in the middle of an epoch: {note}")
         self._rest, self.epoch, self._first_step = rest, state["epoch"], state["step"]
         self._handed = (self.epoch, self._first_step)
         self._begin(self.plan_of(self._first_step))
@@ -328,7 +328,7 @@ class PatchLoader(EpochLoader[PatchBatch, SamplePlan]):
             # Once, as soon as there are any: how many there were in the end is in `counters`.
             if self._absent_from and (absent := absent_chunks(self.counters())):
                 message = f"{self._absent_from}: {absent}, so far; data.strict: true makes that an error"
-                warnings.warn(message, KitWarning, stacklevel=3)
+                warn_caller(message)
                 self._absent_from = ""
             yield batch
 

@@ -34,7 +34,7 @@ from kit.data.stream.cached import ObjectNames
 from kit.data.stream.codec import ABSENT, FetchOnceCache, StoredArray
 from kit.data.stream.fetch import is_remote, open_client
 from kit.data.variables import ArrayInfo
-from kit.errors import ConfigError, KitWarning, PlanError, Problem
+from kit.errors import ConfigError, KitWarning, PlanError, Problem, warn_caller
 from kit.units import format_bytes, format_count, format_seconds
 
 _REQUEST_BYTES = 8 << 20
@@ -155,7 +155,7 @@ def _say_what_was_evicted(cache: ReadCache, held_bytes: int) -> None:
             f"cache.size_bytes: the data are {format_bytes(held_bytes)}, more than {format_bytes(cache.size_bytes)}; "
             "some of it is not in the cache"
         )
-        warnings.warn(message, KitWarning, stacklevel=3)
+        warn_caller(message)
 
 
 def _keep_coordinates(dataset: Dataset) -> None:

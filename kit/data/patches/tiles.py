@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterator
 from dataclasses import replace
 from itertools import product
@@ -21,7 +20,7 @@ from kit.data.splits import split_of, widest_of
 from kit.data.stores.disk_cache import ReadCache
 from kit.data.stream.engine import Engine
 from kit.data.tile_statistics import TileStatistics, files_of, find_statistics, state_of, tile_sides, with_statistics
-from kit.errors import KitWarning, StoreError
+from kit.errors import StoreError, warn_caller
 from kit.json_text import write_whole
 
 if TYPE_CHECKING:
@@ -143,7 +142,7 @@ def standardized_by(config: Config, dataset: Dataset) -> Dataset:
                 "data.standardize: means and deviations are those of the whole store, with what is kept out of "
                 "training; call kit.data.statistics(config) once, and they are of the part for training"
             )
-            warnings.warn(message, KitWarning, stacklevel=2)
+            warn_caller(message)
         return dataset
     if parts is None:
         return with_statistics(dataset, found, None)

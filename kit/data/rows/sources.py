@@ -38,7 +38,7 @@ from kit.data.stores.transfer import absent_chunks
 from kit.data.stores.url import local_folder, open_store, redact, resolve_url, store_error
 from kit.data.stream.engine import Engine
 from kit.data.variables import ArrayInfo
-from kit.errors import KitWarning, MissingRowsError, RowsError, StoreError, first_line
+from kit.errors import MissingRowsError, RowsError, StoreError, first_line, warn_caller
 from kit.sections import Loader
 
 
@@ -311,7 +311,7 @@ class ZarrRows(RowSource):
         values, _ = engine.read(offsets, (1, *self.shape[1:]))
         if not (self._warned or engine.strict) and (absent := absent_chunks(engine.counters)):
             self._warned = True
-            warnings.warn(f"{self.place}: {absent}, so far; strict=True makes that an error", KitWarning, stacklevel=3)
+            warn_caller(f"{self.place}: {absent}, so far; strict=True makes that an error")
         numbers = values.reshape(len(rows), *self.shape[1:])
         return torch.from_numpy(np.ascontiguousarray(numbers, self._plain))
 

@@ -26,7 +26,6 @@ import os
 import struct
 import threading
 import time
-import warnings
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -42,7 +41,7 @@ from numpy.typing import NDArray
 from kit.config import resolve_path
 from kit.data.stores.manifest import crc32c
 from kit.data.stores.transfer import Octets, octets
-from kit.errors import KitWarning
+from kit.errors import warn_caller
 from kit.sections import Cache
 
 Eviction = Literal["lru", "none"]
@@ -309,7 +308,7 @@ class SharedFolder:
             first, self.refused = self._warns and not self.refused, why
         if first:
             message = f"cache.folder: what is not in {self._folder} is read from the store, and not kept, as it {why}"
-            warnings.warn(message, KitWarning, stacklevel=2)
+            warn_caller(message)
 
     @contextlib.contextmanager
     def _total(self) -> Iterator[_Total]:

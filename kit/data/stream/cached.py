@@ -12,7 +12,6 @@ waits for ever.
 from __future__ import annotations
 
 import threading
-import warnings
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future
 from functools import partial
@@ -32,7 +31,7 @@ from kit.data.stream.codec import ABSENT, FetchOnceCache, Index, ResolvedFuture
 from kit.data.stream.fetch import GetChunks, GetIndex, Requests, ThreadClient, size_in
 from kit.data.stream.pool import ThreadPool
 from kit.data.stream.receive import ReceiveQueue
-from kit.errors import CorruptChunkError, KitWarning
+from kit.errors import CorruptChunkError, warn_caller
 
 _LOOKING_UP = 4
 """Threads that look up and keep."""
@@ -300,7 +299,7 @@ class ObjectNames:
                 f"cache.size_bytes: {url} answers with neither tag nor time, so that old bytes could be served "
                 "for new ones; it is read without a cache"
             )
-            warnings.warn(message, KitWarning, stacklevel=2)
+            warn_caller(message)
 
 
 class _Identify(Get):

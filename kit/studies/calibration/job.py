@@ -35,7 +35,7 @@ from lightning.pytorch import seed_everything
 
 from kit.config import Config
 from kit.confinement.confine import confine_process, confined
-from kit.errors import ConfigError, KitWarning, Problem, TrialError, first_line
+from kit.errors import ConfigError, Problem, TrialError, first_line, warn_caller
 from kit.machine.machine import Share, share
 from kit.machine.processes import die_with_parent
 from kit.studies.calibration.fresh import in_fresh_process
@@ -115,7 +115,7 @@ def calibrated(context: Context, data: dict[str, Any]) -> dict[str, Any]:
         context.writer.write("calibrated", headline=found.headline, changes=changes, reasons=list(found.reasons))
     if found.chosen is None:
         message = f"the loader was not calibrated: {found.error}; it reads with the settings it was given"
-        warnings.warn(message, KitWarning, stacklevel=2)
+        warn_caller(message)
         return data
     return apply_setting(data, found.chosen)
 
