@@ -19,6 +19,8 @@ from kit.data.build.rechunk import pieces, read_pieces
 from kit.data.open_dataset import open_dataset
 from kit.errors import BuildError, ConfigError, MissingChunkError, StoreError
 
+pytestmark = pytest.mark.filterwarnings("ignore:Left out")
+
 
 def build_from(source, target, patch, given=None, **arguments):
     config = Config.make({

@@ -46,7 +46,7 @@ from kit.data.stores import manifest as records
 from kit.data.stores.lock import write_lock
 from kit.data.stores.manifest import ArrayRecord, Manifest, ObjectRecord
 from kit.data.stores.url import is_shared, local_folder, open_store, redact, resolve_url, write_object
-from kit.errors import BuildError, StoreError
+from kit.errors import BuildError, StoreError, warn_caller
 from kit.tables import find_display
 from kit.units import format_bytes, format_seconds
 
@@ -142,9 +142,7 @@ def _refuse_unshared(config: Config, url: str) -> None:
 
 def _run(job: _Job, plan: BuildPlan, progress: bool | Progress) -> None:
     """State what is left out and the price, where there is any, then write what is not finished."""
-    left_out = getattr(job.source, "left_out", {})
-    if left_out:
-        say(f"Left out: {', '.join(f'{name} ({why})' for name, why in left_out.items())}", progress)
+    _tell_first(job.source, progress)
     if plan.read_ratio > _NOTEWORTHY_RATIO or plan.by_copy:
         say(str(plan), progress)
     with open_scheduler(job.config.build, plan.slots, plan.threads, plan.memory_bytes) as scheduler:
@@ -157,6 +155,22 @@ def _run(job: _Job, plan: BuildPlan, progress: bool | Progress) -> None:
             _run_by_copy(job, plan, scheduler, progress)
         else:
             _Builder(job, plan.last, plan.threads, make_progress(progress, "Building")).run(scheduler)
+
+
+_NEVER_DATA = ("bounds", "grid mapping", "coordinate")
+
+
+def _tell_first(source: Any, progress: bool | Progress) -> None:
+    """What is not stored, or not as it was: a line, and a warning where no line is shown and data may be lost."""
+    left_out, notes = getattr(source, "left_out", {}), getattr(source, "notes", ())
+    if all(say(text, progress) for text in (*_left_out(left_out), *notes)) or callable(progress):
+        return
+    for text in [*_left_out({name: why for name, why in left_out.items() if not why.startswith(_NEVER_DATA)}), *notes]:
+        warn_caller(text)
+
+
+def _left_out(reasons: Mapping[str, str]) -> list[str]:
+    return [f"Left out: {', '.join(f'{name} ({why})' for name, why in reasons.items())}"] if reasons else []
 
 
 def _run_by_copy(job: _Job, plan: BuildPlan, scheduler: Scheduler, progress: bool | Progress) -> None:
@@ -350,7 +364,9 @@ class ProgressLine:
         return f"{self.verb} {done} of {total} {self.noun}, {format_bytes(number_of_bytes)}{note}"
 
 
-def say(text: str, progress: bool | Progress) -> None:
-    """One line where a progress line would have been."""
-    if progress is True and (display := find_display()):
+def say(text: str, progress: bool | Progress) -> bool:
+    """One line where a progress line would have been; whether it was shown."""
+    display = find_display() if progress is True else None
+    if display is not None:
         display(text, True)
+    return display is not None

@@ -16,8 +16,7 @@ not counted.
 
 from __future__ import annotations
 
-import warnings
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from math import prod
 from operator import floordiv
 from typing import TYPE_CHECKING, Any
@@ -40,7 +39,7 @@ from kit.data.open_dataset import open_dataset
 from kit.data.stores.transfer import absent_chunks
 from kit.data.stores.url import redact, sizes_of_objects
 from kit.data.variables import ArrayInfo, in_machine_order
-from kit.errors import ConfigError, KitWarning, MissingChunkError
+from kit.errors import ConfigError, MissingChunkError, warn_caller
 
 if TYPE_CHECKING:
     import zarr
@@ -81,6 +80,7 @@ class XarraySource:
         known = open_xarray(dataset)
         chosen = _select(known, variables, wanted)
         self.left_out = {} if variables or wanted else known.left_out
+        self.notes = [*_unpacked(dataset, chosen)]
         self.dims, self.shape = chosen[0].dims, chosen[0].shape
         self._axes = {info.name: info.stored_axes for info in chosen}
         self.variables: Mapping[str, VariableSpec] = {
@@ -106,6 +106,18 @@ class XarraySource:
             return read_pieces(lambda piece: _values(variable[piece]), part, self._chunks[name], dtype)
 
         return read_repeated(read, region, self._axes[name])
+
+
+def _unpacked(dataset: Any, chosen: Sequence[ArrayInfo]) -> Iterator[str]:
+    """What takes more bytes than in the file that xarray decoded it from."""
+    for info in chosen:
+        packing = dataset[info.name].encoding
+        packed = np.dtype(packing.get("dtype") or info.dtype)
+        if "scale_factor" in packing and packed.itemsize < info.dtype.itemsize:
+            yield (
+                f"{info.name} is stored as {info.dtype}, {info.dtype.itemsize / packed.itemsize:g} × the bytes of the "
+                f"{packed} that xarray unpacked; kit stores packed values where the file itself is the source"
+            )
 
 
 def _values(variable: Any) -> NDArray[Any]:
@@ -222,7 +234,7 @@ class ZarrSource:
             raise MissingChunkError(f"{redact(self._dataset.url)}: {absent}; strict: false reads it")
         if absent:
             message = f"{redact(self._dataset.url)}: {absent}; strict: true in data.arguments makes that an error"
-            warnings.warn(message, KitWarning, stacklevel=3)
+            warn_caller(message)
 
     def _refuse_incomplete(self, chosen: Sequence[ArrayInfo]) -> None:
         """A shard that is gone would be built as fill values; the manifest knows which there must be."""

@@ -52,9 +52,9 @@ class VariableSpec:
 class Source(Protocol):
     """Anything with these six members can be built; no base class is needed.
 
-    Three more are used where they are: `chunks`, how the source itself is cut, by variable, so that few of its chunks
-    are read twice; `coordinate_attributes`, the attributes of each coordinate; and `left_out`, variables that are not
-    among them, each with the reason.
+    Four more are used where they are: `chunks`, how the source itself is cut, by variable, so that few of its chunks
+    are read twice; `coordinate_attributes`, the attributes of each coordinate; `left_out`, variables that are not
+    among them, each with the reason; and `notes`, sentences that a build begins with.
     """
 
     dims: tuple[str, ...]
