@@ -358,8 +358,16 @@ def _epoch(case: Case) -> Iterator[str]:
     yield (
         f"an epoch of {plural(access.epoch_samples, 'sample')}{ranks}: "
         f"{plural(chosen.requests_per_epoch, 'request')} and {format_bytes(chosen.stored_bytes_per_epoch)} in "
-        f"{format_seconds(chosen.seconds_per_epoch)}{price}; the store holds {format_bytes(chosen.stored_bytes)}"
+        f"{format_seconds(chosen.seconds_per_epoch)}{price}; the store holds {_held(case)}"
     )
+
+
+def _held(case: Case) -> str:
+    """What all objects hold; the padding of the last chunks apart, which takes no room once it is compressed."""
+    access, padded = case.access, case.chosen.stored_bytes
+    held = math.prod(access.shape) * access.element_bytes * access.arrays / access.compression_ratio
+    most = f", at most {format_bytes(padded)} with the padding of its last chunks" if padded > _NOTABLE * held else ""
+    return format_bytes(held) + most
 
 
 def _load(case: Case) -> Iterator[str]:

@@ -93,9 +93,15 @@ def plan_chunks(config: Config, *, order: Order | None = None, measure: bool = F
     return _plan(config, replace(geometry, compression_ratio=ratio), order)
 
 
+_FOR_A_BUCKET = (
+    "data.url is a folder, which is read faster than this: a plan counts the network of `chunking`, as of the bucket "
+    "where the store will lie"
+)
+
+
 def _plan(config: Config, geometry: _Geometry, order: Order | None) -> ChunkPlan:
     data, chunking = config.data, config.chunking
-    return plan_layout(
+    plan = plan_layout(
         dims=geometry.dims, shape=geometry.shape, itemsize=geometry.itemsize, patch=data.patch,
         batch_size=config.loader.batch_size, variables=geometry.variables, order=order or data.order,
         stride=data.stride, network=network_of(config), host=host_of(config),
@@ -106,6 +112,7 @@ def _plan(config: Config, geometry: _Geometry, order: Order | None) -> ChunkPlan
         largest_object_bytes=chunking.largest_object_bytes, readers=chunking.readers,
         play=cache(partial(_played_layout, config, geometry)),
     )  # fmt: skip
+    return replace(plan, reasons=(*plan.reasons, _FOR_A_BUCKET)) if _in_folders(config) else plan
 
 
 def _played_layout(
