@@ -85,6 +85,7 @@ def test_steps_for_which_no_time_is_left_say_so(config):
     assert refused.tried[0].estimate is not None
     assert all("were over" in tried.note for tried in refused.tried[1:] if tried.estimate is None)
     assert any(tried.estimate is None for tried in refused.tried[1:])
+    assert refused.refusal.startswith("undecided")
     assert "timeout_seconds" in refused.refusal
 
 
@@ -148,6 +149,8 @@ def test_copies_are_preferred_until_only_shards_fit(config):
     assert copies.config.hardware.strategy == "ddp"
     assert copies.config.hardware.devices == 2
     refused = advised(given, 1000, devices=2)
+    assert [tried.step.strategy for tried in refused.tried].count("ddp") == 2  # as configured, and what needs least
+    assert any("ddp was not looked at" in text for text in refused.reasons)
     ddp = min(needs(tried) for tried in refused.tried if tried.step.strategy == "ddp")
     shards = advised(given, ddp - 1, devices=2)
     assert shards.config.hardware.strategy == "fsdp"

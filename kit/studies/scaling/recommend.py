@@ -194,14 +194,32 @@ class _Escalation:
     def _first_fitting(self, devices: int) -> TriedStep | None:
         """The first step that fits on that many devices, if it keeps within the limits."""
         steps = list(escalation_steps(self.config, devices, self._manual))
+        hopeless = set[str]()
         for place, step in enumerate(steps):
+            if step.strategy in hopeless:
+                continue
             found = self._try(step)
             if found is not None:
                 self.tried.append(found)
                 if found.fits:
                     return found if not self.target.limited or self._over(found) <= 1 else None
+            if place == 0 and steps[-1].strategy != step.strategy and not self._ever_fits(step.strategy, steps):
+                hopeless.add(step.strategy)
+                continue
             self._record([other for other in steps[place:] if other.strategy == step.strategy])
         return None
+
+    def _ever_fits(self, strategy: str, steps: Sequence[EscalationStep]) -> bool:
+        """Whether single samples with all levers may fit: where they do not, no step of that strategy is looked at."""
+        step = [other for other in steps if other.strategy == strategy][-1]
+        single = self._estimate(step, self._most_parts)
+        if isinstance(single, KitError):
+            return True
+        found = self._tried(step, self._most_parts, single)
+        if not found.fits:
+            self.tried.append(found)
+            self.reasons.append(f"more of {strategy} was not looked at, since {found.name} needs least of it")
+        return found.fits
 
     def _record(self, steps: Sequence[EscalationStep]) -> None:
         """Record the next steps, several at once, whole and in single samples; an error is kept until one is tried."""
@@ -431,11 +449,11 @@ class _Escalation:
         headroom = f"a headroom of {least.headroom_fraction:.3g} of it" if least.headroom_fraction else ""
         room = " and ".join(filter(None, (have if have not in least.estimate.device else "", headroom)))
         device = least.estimate.device + (f" with {room}" if room else "")
-        late = f"; steps may fit that were {self._too_late}; raise timeout_seconds"
-        return (
-            f"nothing fits {device}: {least.name}, which needs least, needs {needs}, "
-            f"{format_bytes(least.short_bytes)} too much{late if self._left_seconds <= 0 else ''}"
-        )
+        least_of_all = f"{least.name}, which needs least, needs {needs}, {format_bytes(least.short_bytes)} too much"
+        if self._left_seconds > 0 or len(known) == len(self.tried):
+            return f"nothing fits {device}: {least_of_all}"
+        late = f"steps may fit that were {self._too_late}; raise timeout_seconds"
+        return f"undecided whether anything fits {device}: of what was looked at, {least_of_all}; {late}"
 
 
 _LEVERS = (
