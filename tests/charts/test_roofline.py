@@ -33,6 +33,8 @@ def test_below_the_ridge_memory_is_the_roof():
         ({}, "compute"),
         ({"work": work(flops={"float32": 1e10}, bytes=8e9)}, "memory bandwidth"),
         ({"work": work(flops={"float32": 1e9}, bytes=1e8)}, "calls and Python"),
+        ({"work": work(flops={"float32": 1e9}, bytes=1e8), "queued_fraction": 0.5}, "a busy machine"),
+        ({"queued_fraction": 0.2}, "compute"),
         ({"shares": shares(wait=0.7)}, "data"),
         ({"shares": shares(communication=0.6), "world_size": 2}, "communication"),
     ],

@@ -19,7 +19,8 @@ FLOPs and bytes are counted operation by operation (`kit.trial.meters`). Bytes a
 lower one, and "memory bandwidth" is named too often rather than too seldom where caches are large enough. Peaks are
 measured, or stated by the maker where known (`kit.speed.peaks`). What bounds the step is the largest of
 waiting for data, communication and work; work is bound by compute or memory bandwidth, whichever roof needs more time,
-or by neither where both together explain less than `EXPLAINED` of it: then it is calls and Python.
+or by neither where both together explain less than `EXPLAINED` of it: then it is calls and Python, or nothing that can
+be told where it queued for cores as long.
 """
 
 from __future__ import annotations
@@ -482,7 +483,7 @@ def _finding(rule: Rule, value: float, evidence: Evidence, source: RunSource) ->
     )  # fmt: skip
 
 
-Bound = Literal["data", "communication", "compute", "memory bandwidth", "calls and Python"]
+Bound = Literal["data", "communication", "compute", "memory bandwidth", "calls and Python", "a busy machine"]
 EXPLAINED = 0.25
 """Of the working time, what compute or memory traffic at full speed must explain to be called the bound."""
 
@@ -530,6 +531,7 @@ class Roofline:
             "memory bandwidth": "the step is bound by memory bandwidth: what helps is smaller numbers, or fewer passes",
             "calls and Python": "neither compute nor memory explains the step: it is bound by calls and Python, and "
             "larger batches or fewer, larger operations help",
+            "a busy machine": "what binds the step is not known: other programs held the cores that it waited for",
         }
         rate, peak = format_count(self.flops_per_second), format_count(self.peak_flops_per_second)
         return (
@@ -556,16 +558,16 @@ def roofline_of(evidence: Evidence) -> Roofline | None:
         peak_flops_per_second=devices * peaks.peak(dtype), bytes_per_second=work.bytes / step_seconds,
         peak_bytes_per_second=devices * peaks.bytes_per_second, mfu_fraction=compute, intensity=flops / work.bytes,
         compute_fraction=compute, memory_fraction=memory, wait_fraction=wait, communication_fraction=communication,
-        bound=_bound(wait, communication, compute, memory),
+        bound=_bound(wait, communication, compute, memory, evidence.queued_fraction or 0.0),
     )  # fmt: skip
 
 
-def _bound(wait: float, communication: float, compute: float, memory: float) -> Bound:
+def _bound(wait: float, communication: float, compute: float, memory: float, queued: float) -> Bound:
     working = max(0.0, 1 - wait - communication)
     if wait >= max(communication, working):
         return "data"
     if communication >= working:
         return "communication"
     if max(compute, memory) < EXPLAINED * working:
-        return "calls and Python"
+        return "a busy machine" if queued >= max(BUSY_FRACTION, EXPLAINED * working) else "calls and Python"
     return "compute" if compute >= memory else "memory bandwidth"
