@@ -291,6 +291,15 @@ def test_any_item_size_and_one_dimension():
     assert answer.chunk_bytes == answer.chunk[0] * 24
 
 
+def test_padding_is_told_apart_from_what_a_store_holds():
+    def held(extent):
+        reasons = plan(dims="x", shape=(extent,), itemsize=4, patch={"x": 8}, chunk={"x": 1024}, shard="none").reasons
+        return next(re.search("store holds .*", reason)[0] for reason in reasons if "store holds" in reason)
+
+    assert held(2048).split(" ", 2)[2] == "8 KiB"
+    assert re.search("4.02 KiB, .* 8 KiB .*padding", held(1028))
+
+
 def test_chunks_that_samples_share_are_counted_as_chunks_beside_the_requests_of_a_batch():
     patch, chunk = {"time": 2, "lat": 48, "lon": 80}, {"time": 4, "lat": 180, "lon": 320}
     answer = plan(shape=(48, 180, 360), patch=patch, chunk=chunk, batch_size=5, variables=3)

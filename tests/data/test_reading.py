@@ -96,6 +96,13 @@ def test_a_config_is_planned_with_its_ranks_rules_prices_and_readers(tmp_path, t
     assert [reader.name for reader in plan.readers] == ["this plan", "series"]
 
 
+def test_the_plan_of_a_folder_says_that_it_counts_a_network(tmp_path, tiny_config):
+    config = tiny_config(tmp_path / "tiny.zarr", data__arguments={"time": 24, "lat": 20})
+    assert "is a folder" in plan_chunks(config).reasons[-1]
+    far = config.replace({"data.url": "gs://bucket/tiny.zarr"})
+    assert plan_chunks(far).reasons == plan_chunks(config).reasons[:-1]
+
+
 def test_another_order_can_be_planned_and_compression_measured(tmp_path, tiny_config):
     config = tiny_config(tmp_path / "tiny.zarr", data__arguments={"time": 24, "lat": 20})
     assert plan_chunks(config, order="block").order == "block"
