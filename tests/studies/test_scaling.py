@@ -160,6 +160,17 @@ def test_a_fit_finds_the_contention_and_the_exchange_that_were_put_in(contention
     assert found.at(1).low_seconds <= found.at(1).seconds_per_batch <= found.at(1).high_seconds
 
 
+def test_an_exchange_that_is_nearly_hidden_foretells_no_other_by_its_factor():
+    """Of 8 devices in a node nothing should be waited for; a little is, and a slow link follows at the ninth."""
+    slow = replace(LINK, bytes_per_second=LINK.bytes_per_second / 20)
+    nodes = replace(GPUS, between=slow)
+    alone = scaling(step(train=10.0), gradients=1e9, cluster=nodes)
+    (hidden, _), (_, whole) = alone._exchange_bounds(8), alone._exchange_bounds(16)
+    found = scaling(step(8, train=10.0, communication_seconds=10 * hidden), gradients=1e9, cluster=nodes)
+    assert found.at(8).seconds_per_batch == pytest.approx(10 + 10 * hidden)
+    assert alone.at(16).seconds_per_batch < found.at(16).seconds_per_batch < 10 + whole
+
+
 @given(
     st.floats(0.001, 1), st.floats(0, 1e9), st.floats(0, 0.5), st.integers(1, 256), st.floats(0, 100),
     st.sampled_from(["ddp", "fsdp", "fsdp:2:4"]), st.booleans(),

@@ -13,8 +13,9 @@ The batch of a device stays the same, so n devices take n batches at once (weak 
 On a CPU the ranks of a node share its cores: compute(n) = measured × cores that a rank used / cores it gets. The
 slowest of n ranks is `deviation × E[largest of n normals]` behind the mean (Blom 1958). A count that was measured where
 it will run takes what it took. For others, measurements at several counts correct two things: compute, by a factor for
-each doubling of the ranks of a node, and exchange, by one factor. The difference that both leave unexplained widens
-the range.
+each doubling of the ranks of a node, and exchange, by its place between what the backward pass leaves of it and the
+whole: of an exchange that is nearly hidden, a factor would say nothing of another. The difference that both leave
+unexplained widens the range.
 
 The range is physical, not statistical. Low: the exchange hidden as well as possible on a link at its best, and all
 ranks equally fast. High: nothing hidden on a link at its worst, the full spread of steps, ranks of a node that slow
@@ -242,12 +243,20 @@ class Scaling:
         """Of the ranks of a node that compute at once, from the fewest measured."""
         return math.log2(self.cluster.at_once(devices) / self.cluster.at_once(self.base.devices))
 
-    def _exchange(self, devices: int, factor: float | None = None) -> float:
+    def _exchange(self, devices: int) -> float:
         """Seconds a rank waits for the others, each batch."""
+        hidden, whole = self._exchange_bounds(devices)
+        place = self.exchange_place
+        if place <= 1:
+            return hidden * place
+        return hidden + (place - 1) * (whole - hidden) if place <= 2 else whole * (place - 1)
+
+    def _exchange_bounds(self, devices: int) -> tuple[float, float]:
+        """With the backward pass hiding what it can, and nothing; the slowest rank in both."""
         if devices == 1:
-            return 0.0
-        waited = self._ring(devices, "usual") + self.base.deviation_seconds * _largest_of(devices)
-        return waited * (self.exchange_factor if factor is None else factor)
+            return 0.0, 0.0
+        straggling = self.base.deviation_seconds * _largest_of(devices)
+        return self._ring(devices, "usual") + straggling, self._full_ring(devices, "usual") + straggling
 
     def _ring(self, devices: int, reached: Reached) -> float:
         """The part of an exchange that the backward pass does not hide, spread over the batches between two."""
@@ -300,11 +309,31 @@ class Scaling:
         return max(0.0, math.exp(slope) - 1)
 
     @cached_property
-    def exchange_factor(self) -> float:
-        """Measured communication over that of the formulas, the median; 1 where no count above one was measured."""
-        several = [step for step in self.steps if step.devices > 1]
-        pairs = [(step.communication_seconds, self._exchange(step.devices, factor=1.0)) for step in several]
-        return statistics.median([mine / theirs for mine, theirs in pairs if theirs > 0] or [1.0])
+    def exchange_place(self) -> float:
+        """Where measured exchanges lie, the median: 1 as the formulas say, 2 where nothing of them is hidden.
+
+        Below 1 it is their factor, above 2 one more than that of the whole; 1 where no count above one was measured.
+        """
+        found = []
+        for step in self.steps:
+            (hidden, whole), spent = self._exchange_bounds(step.devices), step.communication_seconds
+            if 0 < spent <= hidden:
+                found.append(spent / hidden)
+            elif 0 < spent <= whole:
+                found.append(1 + (spent - hidden) / (whole - hidden))
+            elif whole > 0:
+                found.append(1 + spent / whole if spent > whole else 0.0)
+        return statistics.median(found or [1.0])
+
+    @property
+    def exchange_words(self) -> str:
+        """How the exchanges that were measured stand to the formulas."""
+        place = self.exchange_place
+        if place <= 1:
+            return f"exchange takes {place:.2f} of the formulas"
+        if place <= 2:
+            return f"{place - 1:.0%} of the exchange that the backward pass could hide is waited for"
+        return f"exchange takes {place - 1:.2f} of the formulas, with nothing of it hidden"
 
     @cached_property
     def unexplained_fraction(self) -> float:

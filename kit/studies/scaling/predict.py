@@ -253,8 +253,8 @@ def _how(scaling: Scaling) -> list[str]:
         return [parts, exchanged, "one count was measured: how devices slow each other is by formula"]
     counts = ", ".join(str(step.devices) for step in scaling.steps)
     fit = (
-        f"fitted to {counts} devices: each doubling in a node slows compute by {scaling.contention:.1%}, exchange "
-        f"takes {scaling.exchange_factor:.2f} of the formulas; {scaling.unexplained_fraction:.1%} are left unexplained"
+        f"fitted to {counts} devices: each doubling in a node slows compute by {scaling.contention:.1%}, "
+        f"{scaling.exchange_words}; {scaling.unexplained_fraction:.1%} are left unexplained"
     )
     return [parts, exchanged, fit]
 
