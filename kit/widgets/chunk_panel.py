@@ -82,6 +82,7 @@ class ChunkPanel(ConfigPanel):
         self.code = line(margin="6px 0 0")
         edited = weakly(self._submit)
         self.form.on_change(lambda _: edited())
+        self.form.on_rejected(edited)
         self.ui = live_box([two_columns(self.form.ui, [self.part.ui, self.code])])
         self._own()
         self._submit()
@@ -146,9 +147,12 @@ class ChunkPanel(ConfigPanel):
     # -- what happens
 
     def _submit(self) -> None:
-        """Plan the config as it is now; returns at once."""
+        """Plan the config as it is now; returns at once. What is shown is grey until there is a plan."""
         config = self.config
         self.code.value = code_html(f"kit.plan_chunks({self._arguments()})")
+        self.view.wait_for_answer()
+        if self.form.rejected:
+            return
         self._planning.submit(lambda: self._plan(config))
 
     def _plan(self, config: Config) -> None:

@@ -90,6 +90,12 @@ class ConfigForm:
         self._hints: dict[str, dict[str, str]] = {}
         self._values: dict[str, tuple[Any, Any]] = {}
         self._listeners: list[Callable[[Config], object]] = []
+        self._rejected_listeners: list[Callable[[], object]] = []
+        self._followers: list[Callable[[Config, Config], Mapping[str, Any]]] = []
+        self.rejected: tuple[Problem, ...] = ()
+        """Why controls hold what the config does not; nothing of what only using the config reveals."""
+        self._waiting: dict[str, str] = {}
+        """Edits that are not taken over, though nothing is wrong with the field itself, each with the reason."""
         self.problems: tuple[Problem, ...] = ()
         self._mutex = threading.RLock()
         self._writing = False
@@ -140,7 +146,7 @@ class ConfigForm:
                 raise ConfigError([Problem(path, "is a part of a field; give the field as a whole")])
         with self._mutex:
             self._write(changes)
-            self._accept(*self._apply([*changes][-1]))
+            self._accept(*self._followed(*self._apply([*changes][-1])))
 
     def _write(self, values: Mapping[str, Any]) -> None:
         self._writing = True
@@ -175,10 +181,25 @@ class ConfigForm:
         self._listeners.append(callback)
         return lambda: self._listeners.remove(callback)
 
+    def on_rejected(self, callback: Callable[[], object]) -> None:
+        """Call `callback()` whenever what is `rejected` is another, or nothing is any more."""
+        self._rejected_listeners.append(callback)
+
+    def follow(self, changes: Callable[[Config, Config], Mapping[str, Any]]) -> None:
+        """Change with every edit what `changes(before, after)` says, before anyone hears of the edit."""
+        self._followers.append(changes)
+
+    def _followed(self, config: Config, problems: tuple[Problem, ...]) -> tuple[Config, tuple[Problem, ...]]:
+        for follower in self._followers:
+            if changes := follower(self._config, config):
+                self._write(changes)
+                config = config.replace(changes)
+        return config, problems
+
     def _edited(self, path: str) -> None:
         with self._mutex:
             if not self._writing:
-                self._accept(*self._apply(path))
+                self._accept(*self._followed(*self._apply(path)))
 
     def _apply(self, last_edited: str) -> tuple[Config, tuple[Problem, ...]]:
         """As many of the waiting edits as fit together, and what is wrong with the rest."""
@@ -216,11 +237,23 @@ class ConfigForm:
         return known[1]
 
     def _accept(self, config: Config, problems: tuple[Problem, ...]) -> None:
-        changed, self._config, self.problems = config != self._config, config, problems
-        self._annotate()
+        changed, self._config = config != self._config, config
+        self._say_problems(problems)
         if changed:
             for listener in list(self._listeners):
                 listener(config)
+
+    def _say_problems(self, problems: tuple[Problem, ...]) -> None:
+        edits, unreadable = self._read() if problems else ({}, [])
+        before, self.problems = self.rejected, problems
+        self.rejected = problems if edits or unreadable else ()
+        reason = "; ".join(f"{problem.path}: {problem.message}" for problem in problems)
+        own = {path for path in edits for problem in problems if _concerns(problem, path)}
+        self._waiting = dict.fromkeys([path for path in edits if path not in own], f"not taken over yet; {reason}")
+        self._annotate()
+        if before != self.rejected:
+            for listener in list(self._rejected_listeners):
+                listener()
 
     # -- notes beside the controls
 
@@ -243,8 +276,7 @@ class ConfigForm:
     def show_problems(self, problems: Sequence[Problem]) -> None:
         """Show problems of the config that only using it reveals, until the next edit."""
         with self._mutex:
-            self.problems = tuple(problems)
-            self._annotate()
+            self._say_problems(tuple(problems))
 
     def _annotate(self) -> None:
         """Mark what differs, and say under each control what there is to say."""
@@ -261,6 +293,7 @@ class ConfigForm:
         if changed or path in self._backs:
             self._mark(path, changed)
         errors = " ".join(problem.message for problem in self.problems if _concerns(problem, path))
+        errors = errors or self._waiting.get(path, "")
         correction = getattr(self.controls[path], "correction", "")
         text = note_html(errors, color=ERROR, role="alert") if errors else ""
         text += note_html(correction, role="status") if correction and not errors else ""

@@ -12,6 +12,7 @@ each size of a model that `kit.memory.sizes` finds, and writes them into the for
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -25,7 +26,7 @@ from kit.charts import style as look
 from kit.charts.timeline import memory_figure
 from kit.config import Config
 from kit.errors import KitError, PlanError
-from kit.memory.dials import ModelDials, model_dials
+from kit.memory.dials import DATA_ARGUMENTS, ModelDials, model_dials
 from kit.memory.replay.cards import CARDS, THIS_MACHINE, find_card, target_of
 from kit.memory.replay.estimate import MemoryEstimate
 from kit.trial.payload import Part, batch_rule
@@ -107,6 +108,7 @@ class MemoryPanel(ConfigPanel):
         self.code = line(margin="6px 0 0")
         predict, export = weakly(self._predict), weakly(self._export)
         self.form.on_change(lambda _: predict())
+        self.form.on_rejected(predict)
         self.device_control.observe(lambda _: predict(), "value")
         self.buttons["PNG"].on_click(lambda _: export("save_png", "memory.png"))
         self.buttons["snapshot"].on_click(lambda _: export("save_snapshot", "memory.pickle"))
@@ -188,7 +190,11 @@ class MemoryPanel(ConfigPanel):
         note = batch_rule(Part.of(self._data), self.config).note
         hint = f"predicted for {self.config.loader.batch_size} here; in a fit, {note}" if note else ""
         put(self._batch_note, note_html(hint) if hint else "")
-        self.part.predict()
+        if self.form.rejected:
+            self.view.wait_for_answer()
+            self.view.say("not predicted: the settings do not fit together yet")
+        else:
+            self.part.predict()
 
     def _export(self, method: str, name: str) -> None:
         """What a click on an export does; what went wrong stands beside it, and has no place in a log."""
@@ -350,6 +356,18 @@ class DialsView:
         self.ui = ipywidgets.VBox([])
         self._follow(form.config)
         form.on_change(self._follow)
+        form.follow(self._of_the_data)
+
+    def _of_the_data(self, before: Config, after: Config) -> dict[str, Any]:
+        """What the data is made with, where sizes that it follows are others in `model.arguments`."""
+        if before.model == after.model or before.data.arguments != after.data.arguments:
+            return {}
+        followed = {dial.name: dial.value for dial in self.dials if dial.follows}
+        with contextlib.suppress(KitError):  # the prediction says it
+            found = model_dials(after, self._module, self._data, also=self._also)
+            turned = {dial.name: dial.value for dial in found if followed.get(dial.name, dial.value) != dial.value}
+            return {DATA_ARGUMENTS: {**after.data.arguments, **turned}} if turned else {}
+        return {}
 
     def _follow(self, config: Config) -> None:
         """Show the dials of this config."""

@@ -31,16 +31,11 @@ from kit.memory.batch_model import MOST_SAMPLES
 from kit.memory.replay.estimate import MemoryEstimate
 from kit.units import format_bytes, format_seconds
 from kit.widgets.live import LatestOnlyWorker
-from kit.widgets.parts import QUIET, AnswerView, error_words, line
+from kit.widgets.parts import QUIET, WAITING, WAITING_STYLE, AnswerView, error_words, line
 
 if TYPE_CHECKING:
     from kit.memory.batch_model import MemoryModel
 
-_WAITING = "kit-waiting"
-_STYLE = (
-    f"<style>.{_WAITING} {{ opacity: .35; filter: grayscale(1); transition: opacity .15s linear .2s, "
-    "filter .15s linear .2s }</style>"
-)
 _HEADLINE_HEIGHT = "4.7em"
 
 
@@ -70,7 +65,7 @@ class MemoryView(AnswerView):
         self._drawing = threading.RLock()
         self._bar, self._timeline, self._recording = BreakdownChart(), TimelineChart(), False
         self.headline, self.bar, self.cards, self.timeline = (line() for _ in range(4))
-        style = line(_STYLE, display="none")
+        style = line(WAITING_STYLE, display="none")
         self.ui = ipywidgets.VBox([self.headline, self.status, self.error, self.bar, self.cards, self.timeline, style])
         self.headline.value = _headline_html(None)
         self.bar.value, self.timeline.value = _picture(self._bar.svg()), _picture(self._timeline.svg())
@@ -136,28 +131,28 @@ class MemoryView(AnswerView):
     @property
     def waiting(self) -> bool:
         """Whether any picture is grey."""
-        return any(_WAITING in part._dom_classes for part in (self.bar, self.timeline))
+        return any(WAITING in part._dom_classes for part in (self.bar, self.timeline))
 
     @property
     def estimate_waiting(self) -> bool:
         """Whether the estimate is not of the newest request; pictures take longer."""
-        return _WAITING in self.headline._dom_classes
+        return WAITING in self.headline._dom_classes
 
     @property
     def cards_waiting(self) -> bool:
         """Whether the GPU models are grey: they are answered after the pictures."""
-        return _WAITING in self.cards._dom_classes
+        return WAITING in self.cards._dom_classes
 
     def wait_for_answer(self) -> None:
         """Turn everything grey: it is not the answer any more."""
         for part in (self.headline, self.bar, self.timeline, self.cards):
-            part.add_class(_WAITING)
+            part.add_class(WAITING)
         self._on_change()
 
     @staticmethod
     def _answered(*parts: ipywidgets.HTML) -> None:
         for part in parts:
-            part.remove_class(_WAITING)
+            part.remove_class(WAITING)
 
 
 def headline(estimate: MemoryEstimate, first: MemoryEstimate | None = None) -> tuple[str, str, str]:

@@ -29,7 +29,7 @@ from kit.records.ratios import NO_SPEED, SpeedRange, range_words, speed_key, spe
 from kit.trial.payload import parts_of
 from kit.trial.submit import given_of
 from kit.units import format_bytes, format_count, format_seconds
-from kit.widgets.parts import QUIET, line
+from kit.widgets.parts import QUIET, WAITING_STYLE, line, turn_grey
 
 if TYPE_CHECKING:
     from kit.memory.replay.estimate import MemoryEstimate
@@ -55,6 +55,8 @@ class OverviewCard:
     """Of the value."""
     help: str = ""
     """A sentence for the pointer that rests on it, with the same thing in code."""
+    stale: bool = False
+    """Whether it is the answer to what was set before, shown grey until there is another."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -116,13 +118,21 @@ def speed_expected(config: Config, module: Any, data: Any, rows: Iterable[Row]) 
 def memory_card(
     answer: CardAnswer | None, estimate: MemoryEstimate | None, state: str = "", elsewhere: str = ""
 ) -> OverviewCard:
-    """Whether it fits; `state` says why nothing is known, `elsewhere` is a GPU model that is not here."""
+    """Whether it fits; `elsewhere` is a GPU model that is not here.
+
+    `state` says why nothing is known of these settings: an estimate is of those before then.
+    """
     title, code = "memory, predicted", "kit.predict_memory(config, device=...)"
-    title = f"memory of {elsewhere}, predicted" if elsewhere else title
+    title = f"memory of {elsewhere}, predicted" if elsewhere and not (state and estimate) else title
     if estimate is None:
         return OverviewCard(title=title, value="not known", why=state, help=code)
     sign, colour = VERDICTS[estimate.verdict]
     size = f"{format_bytes(estimate.device_reserved_bytes)} of {format_bytes(estimate.capacity_bytes)}"
+    if state:
+        before = f"{size} before the change"
+        return OverviewCard(
+            title=title, value=f"{sign} {estimate.verdict}", unit=before, why=state, help=code, stale=True
+        )
     parts = [(LOOKS[name].label, count) for name, count in estimate.breakdown.items() if count]
     largest = max(parts, key=lambda part: part[1], default=("nothing", 0))
     share = largest[1] / max(1, sum(count for _, count in parts))
@@ -131,7 +141,7 @@ def memory_card(
     whole = max(estimate.capacity_bytes, estimate.device_reserved_bytes)
     bar = [(count / whole, LOOKS[name].colour) for name, count in estimate.breakdown.items() if count]
     return OverviewCard(
-        title=title, value=f"{sign} {estimate.verdict}", unit=size, why=state or why, bar=bar, colour=colour, help=code
+        title=title, value=f"{sign} {estimate.verdict}", unit=size, why=why, bar=bar, colour=colour, help=code
     )
 
 
@@ -292,13 +302,14 @@ class Overview:
             "border_top": "1px solid var(--jp-border-color2, #ddd)",
             "border_bottom": "1px solid var(--jp-border-color2, #ddd)",
         }  # fmt: skip
-        self.ui = ipywidgets.GridBox(list(self.places.values()), layout=layout)
+        self.ui = ipywidgets.GridBox([*self.places.values(), line(WAITING_STYLE, display="none")], layout=layout)
 
     def show(self, **cards: OverviewCard) -> None:
         """Replace these cards."""
         self.cards |= cards
         for name, card in cards.items():
             self.places[name].value = card_html(card)
+            turn_grey(self.places[name], card.stale)
 
     @property
     def text(self) -> str:

@@ -67,8 +67,10 @@ from kit.widgets.parts import (
     line,
     note_html,
     pre_html,
+    red_html,
     relabel,
     row,
+    turn_grey,
     two_columns,
 )
 from kit.widgets.store import StoreFacts, StoreView
@@ -343,6 +345,7 @@ class Panel(ConfigPanel):
         cards, hints = weakly(self._show_cards), weakly(self._show_hints)
         self.memory.device_control.observe(lambda _: (predict(), cards(), hints()), "value")
         self.form.on_change(weakly(self._on_config))
+        self.form.on_rejected(weakly(self._show_changes))
         show_plan = weakly(self._show_plan)
         drawing = self._drawing
         self.tabs.observe(lambda _: drawing.submit(show_plan), "selected_index")
@@ -387,6 +390,8 @@ class Panel(ConfigPanel):
         """Predict memory for the config as it is now; after the trial, while one runs."""
         if self._wanted and not self.busy:
             self.memory.predict()
+        elif self._wanted:
+            self.memory.view.wait_for_answer()
 
     def _on_config(self, config: Config) -> None:
         self._show_changes()
@@ -472,7 +477,12 @@ class Panel(ConfigPanel):
     def _show_changes(self) -> None:
         changed = self.form.changed
         words = f"{len(changed)} setting{'s' * (len(changed) > 1)} changed" if changed else "unchanged"
-        self.changes.value = f"<b>{html.escape(self.config.name)}</b> <span style='color:{QUIET}'>{words}</span>"
+        words = f"<span style='color:{QUIET}'>{words}</span>"
+        rejected = self.form.rejected
+        if rejected:
+            words = red_html(f"not as in the form, as {rejected[0].path} does not fit: all is of the settings before")
+        self.changes.value = f"<b>{html.escape(self.config.name)}</b> {words}"
+        turn_grey(self.overview.ui, bool(rejected))
         self.reset_button.layout.display = None if changed else "none"
 
     def _show_cards(self) -> None:
@@ -519,9 +529,9 @@ class Panel(ConfigPanel):
             state = "predicted once the panel is shown"
         elif view.failure is not None:
             state = str(view.failure).partition("\n")[0]
-        elif self.busy and view.waiting:
+        elif view.estimate_waiting and self.busy:
             state = "predicted after the trial"
-        elif view.waiting:
+        elif view.estimate_waiting:
             state = f"predicting for {self.memory.device} …"
         known = None if view.failure is not None else view.estimate
         self.overview.show(memory=memory_card(self.memory.answer, known, state, self._elsewhere))

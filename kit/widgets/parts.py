@@ -59,6 +59,19 @@ def tip_class(text: str) -> str:
     return f"kit-tip-{hashlib.sha256(text.encode()).hexdigest()[:16]}"
 
 
+WAITING = "kit-waiting"
+"""The class of what is not the answer any more: it turns grey after a fifth of a second, so that nothing flickers."""
+WAITING_STYLE = (
+    f"<style>.{WAITING} {{ opacity: .35; filter: grayscale(1); transition: opacity .15s linear .2s, "
+    "filter .15s linear .2s }</style>"
+)
+
+
+def turn_grey(part: Any, waits: bool) -> None:
+    """Turn a widget grey while it waits for its answer, and back."""
+    (part.add_class if waits else part.remove_class)(WAITING)
+
+
 def button(description: str, icon: str, tooltip: str, width: str = "90px", **options: Any) -> Any:
     return _Button(
         description=description, icon=icon, tooltip=tooltip, layout={"width": width, "flex": "0 0 auto"}, **options

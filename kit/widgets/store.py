@@ -29,6 +29,7 @@ from kit.widgets.live import Background, LatestOnlyWorker
 from kit.widgets.parts import (
     ERROR,
     QUIET,
+    WAITING_STYLE,
     AnswerView,
     button,
     error_words,
@@ -37,6 +38,7 @@ from kit.widgets.parts import (
     note_html,
     progress_html,
     row,
+    turn_grey,
 )
 
 if TYPE_CHECKING:
@@ -438,13 +440,15 @@ class ChunkView(AnswerView):
         self.plan: ChunkPlan | None = None
         self.measured: Measurements = {}
         self.headline, self.chart, self.table, self.reasons = (line() for _ in range(4))
-        self.ui = ipywidgets.VBox([self.headline, self.error, self.chart, self.table, self.reasons])
+        style = line(WAITING_STYLE, display="none")
+        self.ui = ipywidgets.VBox([self.headline, self.error, self.chart, self.table, self.reasons, style])
         self.ui.layout.width = "100%"
 
     def show(self, plan: ChunkPlan, measured: Measurements, built: Sequence[LayoutCost] = ()) -> None:
         """Show this plan; `measured` has measurements of its access pattern only, `built` prices the store there is."""
         self.plan, self.measured = plan, measured
         self.show_error("")
+        self.wait_for_answer(False)
         choice, rate = headline(plan)
         style = "font-size:1.15em;line-height:1.5"
         words = f"<b>{html.escape(choice)}</b><br>{html.escape(rate)}"
@@ -455,6 +459,11 @@ class ChunkView(AnswerView):
         self.chart.value = f"<div style='line-height:0'>{drawn}</div>"
         self.table.value = candidates_html(plan, measured)
         self.reasons.value = _reasons_html(plan.reasons)
+
+    def wait_for_answer(self, waits: bool = True) -> None:
+        """Turn everything grey: it is not the plan of these settings."""
+        for part in (self.headline, self.chart, self.table, self.reasons):
+            turn_grey(part, waits)
 
     def png(self) -> bytes | None:
         """The chart on white; None before there is a plan."""
@@ -496,7 +505,7 @@ def candidates_html(plan: ChunkPlan, measured: Measurements) -> str:
     shown = best[start : start + _SHOWN_ROWS]
     others = [cost for cost in plan.candidates if cost.chunk in measured and cost not in shown]
     shown = tuple(sorted((*shown, *others), key=lambda cost: cost.chunk_bytes))
-    columns = ["chunk", "rank", "size", "requests/sample", "read/sample", "samples/s", "bound by"]
+    columns = ["chunk", "rank", "size", "requests/sample as read", "read/sample", "samples/s", "bound by"]
     columns += ["as built", "measured", "ratio"] if measured else []
     rows = [_layout_row(plan, cost, measured) for cost in shown]
     caption = f"{len(plan.candidates)} layouts considered, by size"

@@ -12,6 +12,7 @@ from kit.config import Config
 from kit.data.build.layout import plan_chunks
 from kit.errors import ConfigError, PlanError, StoreError
 from kit.widgets.chunk_panel import ChunkPanel, chunk_panel
+from kit.widgets.parts import WAITING
 
 WAIT = PATIENCE_SECONDS
 TINY = Path(__file__).parents[1] / "data" / "tiny_source.py"
@@ -76,9 +77,11 @@ def test_what_does_not_fit_is_said_beside_the_chart_and_goes_with_the_next_edit(
     with pytest.raises(PlanError):
         panel.wait(WAIT)
     assert "99" in text(panel.view.error)
+    assert WAITING in panel.view.chart._dom_classes
     panel.config = config
     panel.wait(WAIT)
     assert panel.view.error.value == ""
+    assert WAITING not in panel.view.chart._dom_classes
 
 
 def test_an_edit_that_is_no_config_waits_beside_its_field(panel, config):

@@ -1,5 +1,7 @@
 """The form holds a valid Config at all times, and says beside the field why an edit waits."""
 
+import re
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -76,6 +78,17 @@ def test_edits_that_only_fit_together_wait_for_each_other(form):
     form.controls["hardware.devices"].value = "2"
     assert (form.config.hardware.strategy, form.config.hardware.devices) == ("ddp", 2)
     assert not form.problems
+
+
+def test_a_field_whose_edit_waits_for_another_says_so_and_others_hear_of_it(form):
+    heard = []
+    form.on_rejected(lambda: heard.append(form.rejected))
+    form.controls["hardware.devices"].value = "8"
+    assert form.config.hardware.devices == "auto"
+    assert re.search("not taken over.*hardware.strategy", note(form, "hardware.devices"))
+    form.controls["hardware.strategy"].value = "ddp"
+    assert note(form, "hardware.devices") == ""
+    assert [bool(problems) for problems in heard] == [True, False]
 
 
 def test_one_bad_field_does_not_hold_up_the_others(form):

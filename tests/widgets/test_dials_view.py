@@ -1,5 +1,7 @@
 """The dials of the memory panel: they edit the form's config, follow it, and are redrawn for another model."""
 
+import json
+
 import pytest
 from lightning.pytorch import LightningModule
 from waiting import PATIENCE_SECONDS
@@ -49,6 +51,24 @@ def test_model_and_data_that_go_together_change_in_one_step():
     view.fields["context"].value = 32
     assert (form.config.model.arguments["context"], form.config.data.arguments["context"]) == (32, 32)
     assert len(heard) == 1
+
+
+def test_the_data_follows_what_is_typed_into_the_arguments_too():
+    base = Config().replace(
+        {"model.target": "kit.models:GPT", "model.arguments": TOKENS, "data.arguments": {"context": 16}}
+    )
+    form, heard = ConfigForm(base), []
+    view = DialsView(form, data="kit.models:Tokens")
+    form.on_change(heard.append)
+    form.controls["model.arguments"].value = json.dumps({**TOKENS, "width": 64, "context": 32})
+    assert form.config.data.arguments == {"context": 32}
+    assert len(heard) == 1
+    form.reset("model.arguments")
+    assert form.config == base
+    form.edit({"data.arguments": {"context": 8}})
+    form.edit({"model.arguments": {**TOKENS, "context": 64}})
+    assert form.config.data.arguments == {"context": 8}
+    assert view.fields["context"].value == 64
 
 
 def test_dials_follow_the_config_and_an_edit_that_waits_stays_where_it_is(form):

@@ -24,6 +24,7 @@ from kit.widgets.overview import (
     speed_expected,
 )
 from kit.widgets.panel import Panel
+from kit.widgets.parts import WAITING
 
 FEW = {
     "model.target": "kit.testing:TinyModule", "trial.max_steps": 12, "trial.warmup_steps": 2,
@@ -63,6 +64,19 @@ def test_memory_says_the_verdict_the_size_and_the_largest_batch(estimate):
     assert card.unit.endswith("of 39.2 GiB")
     assert "largest batch 92" in card.why
     assert 0 < sum(fraction for fraction, _ in card.bar) <= 1
+
+
+def test_memory_of_settings_before_is_grey_and_under_no_other_name(estimate):
+    card = memory_card(None, estimate, "predicting …", elsewhere="T4-16GB")
+    assert card.stale
+    assert not card.colour
+    assert "T4" not in card.title
+    assert (card.unit.endswith("before the change"), card.why) == (True, "predicting …")
+    shown = Overview()
+    shown.show(memory=card)
+    assert WAITING in shown.places["memory"]._dom_classes
+    shown.show(memory=memory_card(None, estimate))
+    assert WAITING not in shown.places["memory"]._dom_classes
 
 
 def test_speed_is_what_a_trial_of_these_settings_gave(trial):

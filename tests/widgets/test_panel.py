@@ -16,7 +16,7 @@ from kit.memory.prediction import predict_memory
 from kit.widgets import panel as panels
 from kit.widgets.live import LatestOnlyWorker
 from kit.widgets.panel import Panel, panel
-from kit.widgets.parts import error_html, progress_html
+from kit.widgets.parts import WAITING, error_html, progress_html
 from kit.widgets.store import StoreView
 from kit.widgets.trial_view import TrialView
 
@@ -305,6 +305,31 @@ def test_the_batch_size_has_a_slider_beside_its_memory(config):
     assert mine.config.loader.batch_size == 32
     mine.reset_button.click()
     assert slider.widget.value == 4
+
+
+def test_a_setting_changed_while_a_trial_runs_has_no_memory_until_it_ends(endless):
+    endless._wanted = True
+    endless.memory.predict()
+    endless.memory.wait(WAIT)
+    assert not endless.overview.cards["memory"].stale
+    endless.fit()
+    endless.form.controls["loader.batch_size"].value = 64
+    card = endless.overview.cards["memory"]
+    assert (card.stale, card.why) == (True, "predicted after the trial")
+    assert endless.memory.view.cards_waiting
+    endless.stop()
+    endless.wait(WAIT)
+    endless.memory.wait(WAIT)
+    assert not endless.overview.cards["memory"].stale
+
+
+def test_a_setting_that_is_not_taken_over_turns_the_answers_grey(quick):
+    quick.form.controls["hardware.devices"].value = "8"
+    assert "hardware.strategy does not fit" in quick.changes.value
+    assert WAITING in quick.overview.ui._dom_classes
+    quick.form.reset("hardware.devices")
+    assert "unchanged" in quick.changes.value
+    assert WAITING not in quick.overview.ui._dom_classes
 
 
 def test_a_plan_that_cannot_hold_is_explained(config):
