@@ -205,8 +205,10 @@ def speed_of(
     )  # fmt: skip
 
 
-def speed_beside(memory: MemoryEstimate, config: Config) -> SpeedEstimate | None:
+def speed_beside(memory: MemoryEstimate, config: Config, loader_seconds: float | None = None) -> SpeedEstimate | None:
     """The speed of what memory was estimated for, from the same recording: at once, with nothing measured.
+
+    `loader_seconds` is as `speed_of` takes it.
 
     None where the recording does not tell it: activations are unknown, only the size of a device is given, or this
     machine's operators were never measured.
@@ -217,13 +219,17 @@ def speed_beside(memory: MemoryEstimate, config: Config) -> SpeedEstimate | None
     devices = int(recording.facts.get("world_size") or 1)
     try:
         if memory.device != THIS_MACHINE:
-            return replace(speed_of(recording, target_of(memory.device), devices=devices), config=config)
+            target = target_of(memory.device)
+            found = speed_of(recording, target, devices=devices, loader_seconds=loader_seconds)
+            return replace(found, config=config)
         table = table_known(config, devices)
         target = dataclasses.replace(
             target_of(CARDS[0].name), name=THIS_MACHINE, device_kind="cpu" if memory.device_kind == "cpu" else "cuda"
         )
-        found = None if table is None else speed_of(recording, target, devices=devices, costs=table)
-        return None if found is None else replace(found, config=config)
+        if table is None:
+            return None
+        found = speed_of(recording, target, devices=devices, costs=table, loader_seconds=loader_seconds)
+        return replace(found, config=config)
     except (KitError, ValueError):
         return None
 
@@ -303,6 +309,12 @@ def _sources(time: StepTime, costs: Costs, devices: int, within: Link) -> list[s
         spent = format_seconds(time.by_phase.get("optimizer", 0.0))
         found.append(
             f"each device optimizes 1/{shards} of the parameters, in {spent} a step: it may be faster than one alone"
+        )
+    if time.loader_seconds is not None and (waited := time.waits["loader"]) > 0:
+        own = format_seconds(time.seconds - waited)
+        found.append(
+            f"the loader decides: a step's batches take it {format_seconds(time.loader_seconds)}, and all else "
+            f"{own}; the step waits for the difference"
         )
     if time.loader_seconds is None:
         found.append("how fast the loader is, is not known before a trial: batches are taken as ready")

@@ -192,9 +192,12 @@ def _predicted_card(predicted: SpeedEstimate, elsewhere: str) -> OverviewCard:
 
 def data_card(
     costs: Sequence[LayoutCost], ranks: int, speed: MeasuredSpeed | None, config: Config, missing: str,
-    elsewhere: str = "",
+    elsewhere: str = "", from_bucket: bool = False,
 ) -> OverviewCard:  # fmt: skip
-    """What the store can give all ranks, beside what training takes here; `missing` says why nothing is known."""
+    """What the store can give all ranks, beside what training takes here; `missing` says why nothing is known.
+
+    `from_bucket` says that the store lies in a folder here, which the costs are not of.
+    """
     code = "kit.plan_chunks(config)"
     if not costs:
         return OverviewCard(title="data", value="not known", why=missing, help=code)
@@ -209,8 +212,9 @@ def data_card(
         colour = next((colour for _, most, colour in _BUSY if used <= most), VERMILION)
         why, bar = f"{used:.0%} of it used · {why}", [(min(1.0, used), colour)]
     return OverviewCard(
-        title="data, predicted", value=format_count(rate), unit="samples/s can be read", why=why, bar=bar, help=code
-    )
+        title="data, predicted", value=format_count(rate), why=why, bar=bar, help=code,
+        unit="samples/s from a bucket, as planned" if from_bucket else "samples/s can be read",
+    )  # fmt: skip
 
 
 def run_card(

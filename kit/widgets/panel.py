@@ -17,6 +17,7 @@ import html
 import threading
 import time
 from collections.abc import Callable, Generator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -495,11 +496,15 @@ class Panel(ConfigPanel):
         expected = speed_expected(self.config, self._module, self._data, rows)
         ranks = facts.plan.ranks if facts.plan else 1
         predicted = self._predicted_speed
-        self.overview.show(
-            speed=speed_card(self._speed, self.config, expected, elsewhere, predicted),
-            data=data_card(facts.costs, ranks, self._speed, self.config, missing, elsewhere),
-            run=run_card(self._speed, self.config, elsewhere, predicted),
-        )
+        cards = {
+            "speed": speed_card(self._speed, self.config, expected, elsewhere, predicted),
+            "data": data_card(
+                facts.costs, ranks, self._speed, self.config, missing, elsewhere, from_bucket=facts.in_folder
+            ),
+            "run": run_card(self._speed, self.config, elsewhere, predicted),
+        }  # fmt: skip
+        looks = self.store is not None and facts.config != self.config  # at the store of the settings before
+        self.overview.show(**{name: replace(card, stale=looks) for name, card in cards.items()})
         self._show_breakdown(predicted)
         if not self._wanted:
             self._show_memory()
@@ -515,8 +520,10 @@ class Panel(ConfigPanel):
     def _predicted_speed(self) -> SpeedEstimate | None:
         """Of the device that memory was predicted for, from the same recording."""
         view = self.memory.view
-        known = view.estimate is not None and view.failure is None and not view.estimate_waiting
-        return speed_beside(view.estimate, self.config) if known and view.estimate is not None else None
+        if view.estimate is None or view.failure is not None or view.estimate_waiting:
+            return None
+        loading_seconds = None if self.store is None else self.store.facts.loading_seconds
+        return speed_beside(view.estimate, self.config, loading_seconds)
 
     @property
     def _elsewhere(self) -> str:

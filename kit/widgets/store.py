@@ -64,6 +64,10 @@ class StoreFacts:
     """What a build would write."""
     costs: tuple[LayoutCost, ...] = ()
     """Of reading the store as it is cut or, before it is built, as it is planned; add them up."""
+    loading_seconds: float | None = None
+    """Of a batch of the store where it lies; None before it is built."""
+    in_folder: bool = False
+    """Whether it lies in a folder: `costs` are then of the network that is planned for."""
     hints: dict[str, str] = field(default_factory=dict)
 
 
@@ -159,6 +163,10 @@ def find_out(config: Config, source: Any = None) -> StoreFacts:
         facts.costs = (
             (facts.plan.chosen,) if facts.dataset is None else price_store(config, facts.dataset, with_network=True)
         )
+        if facts.dataset is not None:
+            here = price_store(config, facts.dataset)
+            facts.loading_seconds = sum(cost.seconds_per_batch for cost in here)
+            facts.in_folder = here != facts.costs  # the network is all that differs
     except Exception as error:  # a source is the user's own code
         facts.problem = error_words(error)
     return facts

@@ -10,6 +10,7 @@ from made_runs import make_run
 from properties import nightly
 from waiting import PATIENCE_SECONDS, wait_until
 
+import kit
 from kit.config import Config
 from kit.errors import ConfigError, TrialError, UnreachableStoreError
 from kit.memory.prediction import predict_memory
@@ -248,6 +249,22 @@ def test_the_store_is_planned_built_and_found(config):
     card, (cost,) = mine.overview.cards["data"], mine.store.facts.costs
     assert cost.bound in card.why
     assert f"{card.value} samples/s as it is built" in mine.chunks.view.headline.value
+
+
+def test_the_speed_on_a_card_is_that_of_predict_speed_with_the_loader(config):
+    unet = {"variables": 2, "history": 1, "width": 4, "depth": 1}
+    mine = Panel(config.replace({"model.target": "kit.models:UNet", "model.arguments": unet}))
+    mine.build()
+    mine.wait(WAIT)
+    mine.memory.device = "A100-40GB"
+    mine._wanted = True
+    mine.memory.predict()
+    mine.memory.wait(WAIT)
+    expected = kit.predict_speed(mine.config, device="A100-40GB")
+    assert expected.time.loader_seconds > 0
+    assert mine._predicted_speed.time.loader_seconds == expected.time.loader_seconds
+    assert mine._predicted_speed.step_seconds == expected.step_seconds
+    assert "bucket" in mine.overview.cards["data"].unit
 
 
 def test_what_auto_came_to_stands_beside_its_field(config):
