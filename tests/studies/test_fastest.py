@@ -2,6 +2,8 @@
 
 import dataclasses
 import functools
+import itertools
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -235,3 +237,33 @@ def test_module_and_data_may_follow_the_config_and_a_plan_draws_itself(given, en
 def test_numbers_of_blocks_in_a_row_are_one_word():
     assert shortened(["3", "0", "1", "7", "2", "layers.4"]) == ("0-3", "7", "layers.4")
     assert shortened([]) == ()
+
+
+@pytest.mark.parametrize(
+    ("points", "expected"),
+    [
+        ([(1.0, 99, {"a": 1}), (1.001, 90, {"a": 1, "b": 2})], 1),  # as fast, and memory is left
+        ([(1.0, 90, {"a": 1, "b": 2}), (1.001, 80, {"a": 1})], 1),
+        ([(1.0, 99, {"a": 1}), (1.01, 50, {"a": 1})], 0),
+        ([(1.0, 99, {"levers.checkpoint_blocks": ("x",) * 50}), (1.03, 60, {"a": 1})], 1),  # a list nobody reads
+        ([(1.0, 99, {"levers.checkpoint_blocks": ("x",) * 50}), (1.2, 60, {"a": 1})], 0),
+        ([], None),
+    ],
+)
+def test_of_settings_as_fast_one_with_memory_to_spare_is_taken(points, expected):
+    found = [
+        fastest.SpeedPoint(
+            name="", changes=changes, needs_bytes=needs, step_seconds=seconds, samples_per_second=1.0, fits=True
+        )
+        for seconds, needs, changes in points
+    ]  # fmt: skip
+    best = fastest.Fastest._best(SimpleNamespace(budget_bytes=100), found)
+    assert best is (None if expected is None else found[expected])
+
+
+def test_a_search_that_ran_out_of_time_says_so(given, monkeypatch):
+    clock = itertools.count(0, 300)
+    monkeypatch.setattr(fastest, "time", SimpleNamespace(monotonic=lambda: next(clock)))
+    plan = planned(given, 1 << 40, timeout_seconds=400)
+    assert not plan.in_time
+    assert "timeout_seconds" in str(plan)

@@ -17,6 +17,7 @@ and the search goes on. Seconds are those of `kit.predict_speed`. What it does n
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -30,7 +31,7 @@ from kit.errors import KitError, PlanError
 from kit.memory.alongside import fit
 from kit.memory.prediction import estimate_here
 from kit.memory.query import MemoryQuery, make_query
-from kit.memory.recordings import NEXT, TIMEOUT_SECONDS, RecordingRequest, record_all
+from kit.memory.recordings import NEXT, TIMEOUT_SECONDS, RecordingRequest, UnansweredError, record_all
 from kit.memory.replay.calls import OperatorCall
 from kit.memory.replay.cards import CARDS, THIS_MACHINE, DeviceTarget
 from kit.memory.replay.checkpointing import Checkpoints, Rung, climb, loss_chunks
@@ -57,6 +58,10 @@ CONFIRMATIONS = 3
 """Dry runs of chosen points, at most."""
 _DROPS = 32
 """Blocks of which less is tried, at most."""
+_ALIKE, _SPARED = 1.002, 0.95
+"""Times that are no different, and the share of the budget beyond which little is left."""
+_READABLE, _WORTH_A_LIST = 24, 1.05
+"""Names of modules that somebody reads, and how much faster a longer list must be."""
 _COLUMNS = ("setting", "needs", "of budget", "step", "samples/s")
 
 
@@ -90,6 +95,8 @@ class SpeedPlan(Recommended, Drawable):
     """Of the chosen setting, where its device is here."""
     loader_samples_per_second: float | None = None
     """That the loader gives where that is less than the step takes; None where the step decides, or it is not known."""
+    in_time: bool = True
+    """Whether all that was to be looked at could be dry-run in the time allowed."""
 
     @property
     def front(self) -> tuple[SpeedPoint, ...]:
@@ -110,6 +117,7 @@ class SpeedPlan(Recommended, Drawable):
             f"{self.chosen.name}: {format_seconds(self.chosen.step_seconds)} a step, "
             f"{format_count(self.chosen.samples_per_second)} samples/s predicted, {needs} of {budget}"
             + (f"; its loader gives {format_count(held)} samples/s" if held is not None else "")
+            + ("" if self.in_time else f"; {_CUT_SHORT}")
         )
 
     @property
@@ -156,6 +164,8 @@ class Fastest:
         self._manual = optimizes_manually(module, config)
         self._models: dict[tuple[tuple[tuple[str, Any], ...], int], _Recorded | KitError] = {}
         self.reasons: list[str] = []
+        self._too_late = False
+        """Whether something was left out for want of time."""
         self._costs: Costs | None = None
         checkpoints = config.levers.gradient_checkpointing and self._may(_CHECKPOINTING[0])
         self._base: dict[str, Any] = dict(zip(_CHECKPOINTING, (False, ()), strict=True)) if checkpoints else {}
@@ -169,7 +179,7 @@ class Fastest:
         capacity = self._device.capacity_bytes
         self.budget_bytes = int(capacity * (1 - target.headroom_fraction))
         self._cut_bytes = 0
-        """By how much a chosen point needed more than was thought."""
+        """By how much a chosen point with checkpointed blocks needed more than was thought."""
         self._whole_blocks = False
         """Whether modules inside blocks are left alone: one may not bear to run twice where its whole block does."""
 
@@ -178,7 +188,7 @@ class Fastest:
     def answer(self, confirm: bool) -> SpeedPlan:
         """The fastest point that fits, dry-run as it stands; a trial of it where `confirm` and its device is here."""
         points = self._points(self._speeds())
-        best = _best(points)
+        best = self._best(points)
         if (
             best is None
             or best.checkpointed
@@ -187,20 +197,21 @@ class Fastest:
             savers = self._savers(best)
             points += self._points(savers) if savers else []
         chosen: SpeedPoint | None = None
-        refused: list[Mapping[str, Any]] = []
+        dry_run: list[SpeedPoint] = []
+        """As they stand: of these, what was thought before counts no more."""
         for _ in range(CONFIRMATIONS):
-            best = _best([point for point in points if point.changes not in refused])
+            best = self._best([point for point in points if all(point.changes != one.changes for one in dry_run)])
             if best is None:
                 break
             confirmed = self._confirmed(best)
+            dry_run.append(confirmed)
             if confirmed.fits:
                 chosen = confirmed
-                points = [confirmed if point.changes == best.changes else point for point in points]
                 break
-            refused.append(best.changes)
             # The chosen one may need no more than the budget: what it was thought to need is what was wrong.
             self._cut_bytes += max(0, confirmed.needs_bytes - self.budget_bytes)
             points = self._points(self._families_of(points))
+        points = [next((one for one in dry_run if one.changes == point.changes), point) for point in points]
         if chosen is not None:
             self._note_next(chosen, points)
         trial = self._trial(chosen) if chosen is not None and confirm and self._is_here else None
@@ -210,6 +221,7 @@ class Fastest:
             given=self.config, target=self.target, budget_bytes=self.budget_bytes,
             points=tuple(sorted(points, key=lambda point: point.step_seconds)), chosen=chosen,
             changes=changes, reasons=tuple(self.reasons), trial=trial, loader_samples_per_second=held,
+            in_time=not self._too_late,
             refusal="" if chosen is not None else self._refusal(points),
         )  # fmt: skip
 
@@ -324,15 +336,17 @@ class Fastest:
         each = self._global_batch // family.devices
         for accumulate in self._splits(each):
             recorded = self._recorded([family], accumulate)[0]
+            parts = " with accumulation" if accumulate > self._accumulated else ""
+            what = f"{_name(family.changes) or 'as configured'}{parts}"
             if isinstance(recorded, KitError):
-                self._note(f"{_name(family.changes) or 'as configured'} was left out: {recorded}")
+                self._note(f"{what} was left out: {recorded}")
                 return
             try:
                 found = self._split(family, recorded, each // accumulate, accumulate)
             except KitError as error:
                 unscaled = "what it holds at other batches does not follow from two dry runs: "
                 why = f"{unscaled if isinstance(error, ScalingError) else ''}{error}"
-                self._note(f"{_name(family.changes) or 'as configured'} was left out: {why}")
+                self._note(f"{what} was left out: {why}")
                 return
             yield from found
             if found and found[0].fits and not found[0].checkpointed:
@@ -391,7 +405,7 @@ class Fastest:
         """The point with less of one block or another, as far as the budget goes: what gains most seconds first."""
         refused: set[tuple[str, ...]] = set()
         for _ in range(_DROPS):
-            free_bytes = self.budget_bytes - self._cut_bytes - least.needs_bytes
+            free_bytes = self.budget_bytes - least.needs_bytes
             less = []
             for place, rung in chosen.items():
                 for other in (Rung.of(()), *ladders[place]):
@@ -468,11 +482,11 @@ class Fastest:
         self, changes: Mapping[str, Any], estimate: MemoryEstimate, speed: SpeedEstimate, checkpointed: int,
         confirmed: bool = False,
     ) -> SpeedPoint:  # fmt: skip
-        needs = estimate.total_bytes[1]
+        needs = estimate.total_bytes[1] + (self._cut_bytes if checkpointed and not confirmed else 0)
         return SpeedPoint(
             name=_name(changes) or "as configured", changes=changes, needs_bytes=needs,
             step_seconds=speed.step_seconds, samples_per_second=self._global_batch / speed.step_seconds,
-            fits=estimate.may_fit and needs <= self.budget_bytes - (0 if confirmed else self._cut_bytes),
+            fits=estimate.may_fit and needs <= self.budget_bytes,
             checkpointed=checkpointed,
         )  # fmt: skip
 
@@ -493,11 +507,13 @@ class Fastest:
                 self._models[key] = error
         left_seconds = self._deadline - time.monotonic()
         if requests and left_seconds <= 0:
+            self._too_late = True
             for key, _, _ in keys:
                 self._models[key] = PlanError("there was no time left to dry-run it")
         elif requests:
             for (key, query, target), found in zip(keys, record_all(requests, left_seconds), strict=True):
                 self._models[key] = found if isinstance(found, KitError) else _recorded(query, target, *found)
+                self._too_late |= isinstance(found, UnansweredError)
                 if not isinstance(found, KitError) and (self._costs is None or self._device.device_kind == "cpu"):
                     self._costs = self._priced(found[0])
         return [self._models[tuple(family.changes.items()), repeated] for family in families]
@@ -520,8 +536,8 @@ class Fastest:
         confirmed = self._judged(point.changes, estimate, speed, point.checkpointed, confirmed=True)
         ratio = confirmed.needs_bytes / point.needs_bytes
         self._note(
-            f"dry-run as it stands: {format_bytes(confirmed.needs_bytes)}, {ratio:.3f} of what was thought; "
-            f"{confirmed.needs_bytes / self.budget_bytes:.1%} of the budget"
+            f"{confirmed.name}, dry-run as it stands: {format_bytes(confirmed.needs_bytes)}, {ratio:.3f} of what was "
+            f"thought; {confirmed.needs_bytes / self.budget_bytes:.1%} of the budget"
         )
         if chunks := loss_chunks(found[0]):
             spent = speed.time.operator_seconds[chunks.again[speed.time.step.place]].sum()
@@ -547,6 +563,7 @@ class Fastest:
         for paths, name, reason in _WHY:
             values = {path: chosen.changes[path] for path in paths if path in chosen.changes}
             if values:
+                reason = _WHY_OPTIMIZER[values["levers.optimizer"]] if name == "optimizer" else reason
                 yield Change(name=name, values=values, reason=reason)
         rule, size = batch_rule(self._query.data, self._query.config), chosen.changes.get("loader.batch_size")
         if size is not None and not rule.by_config and rule.size != size:
@@ -570,10 +587,26 @@ class Fastest:
         least = min(points, key=lambda point: point.needs_bytes)
         if least.needs_bytes <= self.budget_bytes:
             return f"nothing that was dry-run as it stands fits {format_bytes(self.budget_bytes)}; {self.reasons[-1]}"
-        return (
-            f"nothing fits {format_bytes(self.budget_bytes)}: {least.name}, which needs least, needs "
+        least_of_all = (
+            f"{format_bytes(self.budget_bytes)}: {least.name}, which needs least, needs "
             f"{format_bytes(least.needs_bytes)}, {format_bytes(least.needs_bytes - self.budget_bytes)} too much"
         )
+        if self._too_late:
+            return f"undecided whether anything fits {least_of_all}; {_CUT_SHORT}"
+        return f"nothing fits {least_of_all}"
+
+    def _best(self, points: Sequence[SpeedPoint]) -> SpeedPoint | None:
+        """The fastest that fits; of equal ones one with memory to spare, then that which changes least."""
+        fitting = [point for point in points if point.fits]
+        readable = [point for point in fitting if len(point.changes.get(_CHECKPOINTING[1], ())) <= _READABLE]
+        fastest, simple = (min((one.step_seconds for one in some), default=math.inf) for some in (fitting, readable))
+        if simple <= _WORTH_A_LIST * fastest:
+            fitting, fastest = readable, simple
+
+        def preference(point: SpeedPoint) -> tuple[bool, int, float]:
+            return point.needs_bytes > _SPARED * self.budget_bytes, len(point.changes), point.step_seconds
+
+        return min((one for one in fitting if one.step_seconds <= _ALIKE * fastest), key=preference, default=None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -606,12 +639,6 @@ def _recorded(query: MemoryQuery, target: DeviceTarget, first: Recording, second
         return _Recorded(query, target, first, BatchScaling(first, second))
     except KitError as error:
         return error
-
-
-def _best(points: Sequence[SpeedPoint]) -> SpeedPoint | None:
-    """The fastest that fits; of equal ones that which changes least."""
-    fitting = [point for point in points if point.fits]
-    return min(fitting, key=lambda point: (point.step_seconds, len(point.changes)), default=None)
 
 
 def _natural(name: str) -> list[tuple[int, str]]:
@@ -653,11 +680,16 @@ _WORDS = {
     _FREED: "gradients freed after the step", _CHUNK: "sequences in chunks of {}",
     "levers.accumulate_grad_batches": "accumulation in {}",
 }  # fmt: skip
+_WHY_OPTIMIZER = {
+    "adamw-fused": "one kernel and no temporaries: the same numbers",
+    "adamw-8bit": "states in a quarter of the bytes: other numbers",
+}
+_CUT_SHORT = "not all could be looked at in time, so raise timeout_seconds"
 _WHY = (
     (("hardware.strategy", "hardware.devices"), "devices", "the same global batch, shared out"),
     (("hardware.precision",), "precision", "faster products and half the activations: other numbers"),
     (("levers.attention",), "attention", "scores are not stored"),
-    (("levers.optimizer",), "optimizer", "fused: one kernel and no temporaries; 8-bit: a quarter of the states"),
+    (("levers.optimizer",), "optimizer", ""),
     ((_FREED,), "gradients", "freed before the next forward pass"),
     ((_CHUNK,), "sequence chunks", "activations and logits of one chunk at a time: gradients end at its borders"),
     (("loader.batch_size", "levers.accumulate_grad_batches"), "batch", "the same global batch in other parts"),
