@@ -273,11 +273,12 @@ def _computing_fraction(time: StepTime, table: CostTable) -> float:
 
 def _mfu(step: StepOperators, time: StepTime, costs: Costs) -> float | None:
     """Seconds of its products at the stated peak of the units that each uses, over those of the step; None without a
-    peak."""
+    peak. What checkpointing computes again is no work of the model."""
     if not isinstance(costs, CardCosts) or not time.seconds:
         return None
     each = [costs.peak_seconds(call, work) for call, work in zip(step.calls, step.call_work, strict=True)]
-    return float((np.array(each)[step.call] * step.repeats).sum() / time.seconds)
+    seconds = np.array(each)[step.call] * step.repeats
+    return float((seconds[step.recomputes == 0] if len(step.recomputes) else seconds).sum() / time.seconds)
 
 
 def _sources(time: StepTime, costs: Costs, devices: int, within: Link) -> list[str]:
@@ -390,7 +391,8 @@ class SpeedEstimate(Drawable):
     accumulate: int
     time: StepTime
     mfu: float | None
-    """Fraction of the stated peak that a step reaches; None where no peak is stated."""
+    """Model FLOPs utilisation: the fraction of the stated peak that a step reaches without what checkpointing computes
+    again; None where no peak is stated."""
     costs: str
     """Where the costs are from."""
     reasons: tuple[str, ...]

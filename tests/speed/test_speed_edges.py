@@ -132,3 +132,21 @@ def test_a_step_reaches_less_than_the_peak_of_the_units_it_uses():
     speed = predict_speed(config, Images, images, device="A100-40GB")
     ordinary = speed.time.step.flops / speed.step_seconds / find_card("A100-40GB").float32_flops_per_second
     assert 0.1 < speed.mfu < 1 < ordinary
+
+
+def test_what_is_computed_again_is_no_work_of_the_model():
+    """The same products, in more time."""
+    tokens = {"vocabulary": 64, "width": 256, "heads": 4, "layers": 3, "context": 128}
+    config = Config.make({"hardware": {"precision": "bf16-mixed"}, "model": {"arguments": tokens}}).replace(
+        {"data.arguments": {"vocabulary": 64, "context": 128}}
+    )
+    once, again = (
+        predict_speed(
+            config.replace({"levers.gradient_checkpointing": on}), "kit.models:GPT", "kit.models:Tokens",
+            device="A100-40GB",
+        )
+        for on in (False, True)
+    )  # fmt: skip
+    assert again.time.step.recomputes.any()
+    assert again.step_seconds > once.step_seconds
+    assert again.mfu * again.step_seconds == pytest.approx(once.mfu * once.step_seconds)
