@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import re
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -26,11 +27,12 @@ from kit.config import Config
 from kit.errors import KitError
 from kit.json_text import write_json
 from kit.machine.processes import BUSY_CORES, slowed
+from kit.memory.prediction import estimate_here
 from kit.memory.query import MOST_RANKS, MemoryQuery, make_query
 from kit.memory.recordings import RecordingRequest, UnansweredError, cached_recording, recordings_of
 from kit.memory.replay.cards import CARDS, THIS_MACHINE, DeviceTarget, emulated, target_of
 from kit.memory.replay.estimate import MemoryEstimate, asked_words
-from kit.memory.replay.replay import GUESSED_CONDITION, Recording
+from kit.memory.replay.replay import DIFFERING, GUESSED_CONDITION, NOTHING_TRAINED, ON_AVERAGE, Recording
 from kit.registry import Drawable, load
 from kit.speed.card_costs import CardCosts, card_of
 from kit.speed.cost_table import CostTable
@@ -41,7 +43,7 @@ from kit.speed.pricing import LATEST, Bound, Costs, StepTime, price
 from kit.tables import html_list, text_table
 from kit.trial.directory import RunPaths
 from kit.trial.payload import batch_rule, warn_of_unused
-from kit.units import format_count, format_seconds
+from kit.units import format_bytes, format_count, format_seconds
 
 _FULL_BYTES, _HALF_BYTES = 4, 2
 _UNMODELLED_DOUBT = 1.5
@@ -123,7 +125,11 @@ def predict_speed(
         recording, target, devices=query.world_size, costs=costs, link=link, between=between, loader_seconds=loading,
         strategy=strategy,
     )  # fmt: skip
-    return replace(found, config=query.config, reasons=(*reasons, *found.reasons))
+    lacks_bytes = 0
+    if not strategy.startswith("fsdp"):  # of shards the step of one device does not tell
+        memory = estimate_here(query, recording, target)
+        lacks_bytes = max(0, memory.total_bytes[0] - memory.capacity_bytes) if memory.verdict == "does not fit" else 0
+    return replace(found, config=query.config, reasons=(*reasons, *found.reasons), lacks_bytes=lacks_bytes)
 
 
 def _recorded(
@@ -189,6 +195,10 @@ def speed_of(
         reasons.append(
             f"{share:.1%} of the step depends on how much is selected: all in it, but at the range's low end"
         )
+    told, share = _smaller_batches(recording)
+    reasons += told
+    least = min(time.low_seconds, time.host_seconds)  # which has as much to do for a small batch
+    time = replace(time, low_seconds=max(time.low_seconds * share, least if share < 1 else 0.0))
     if factor > 1:
         time = replace(time, low_seconds=time.low_seconds / factor, high_seconds=time.high_seconds * factor)
     return SpeedEstimate(
@@ -353,6 +363,18 @@ def _edges(recording: Recording, step: StepOperators) -> tuple[list[str], float]
     return found, _UNMODELLED_DOUBT if found else 1.0
 
 
+def _smaller_batches(recording: Recording) -> tuple[list[str], float]:
+    """That the batch priced is larger than most, or trains nothing, and how large one is on average."""
+    notes = [str(note) for note in recording.facts.get("notes", ())]
+    told = [note for note in notes if note.startswith((*DIFFERING, NOTHING_TRAINED))]
+    shares = [float(found[1]) for note in told if (found := re.search(_AVERAGE, note))]
+    share = min(shares, default=1.0)
+    if share < 1:
+        told.append(f"the step is priced at that size: {share:.2f} of it is in the range, and nearer to the mean step")
+    return told, share
+
+
+_AVERAGE = ON_AVERAGE.replace("{:.2f}", "([0-9.]+)")
 _GROUPED = {"_grouped_mm", "_scaled_grouped_mm"}
 """Operators whose numbers decide how large their parts are."""
 _SELECTING = {"nonzero", "masked_select", "_unique2"}
@@ -411,6 +433,8 @@ class SpeedEstimate(Drawable):
     """Of the step's seconds, what changes with the pace."""
     correction: float = 1.0
     """measured / predicted seconds of a trial of the same model, by which the step is corrected."""
+    lacks_bytes: int = 0
+    """That the device has too little memory for it by what `kit.predict_memory` says; 0 where it fits, or not known."""
 
     @property
     def step_seconds(self) -> float:
@@ -464,10 +488,17 @@ class SpeedEstimate(Drawable):
     def sentence(self) -> str:
         low, high = format_seconds(self.low_seconds), format_seconds(self.high_seconds)
         mfu = "" if self.mfu is None else f", {self.mfu:.0%} of the stated peak"
+        misfit = f"; {self.misfit}" if self.misfit else ""
         return (
             f"a step takes {format_seconds(self.step_seconds)} ({low} to {high}) on {self.device}: "
-            f"{format_count(self.samples_per_second)} samples/s{mfu}, bound by {self.bound}"
+            f"{format_count(self.samples_per_second)} samples/s{mfu}, bound by {self.bound}{misfit}"
         )
+
+    @property
+    def misfit(self) -> str:
+        """That it does not fit, where that is known; empty for others."""
+        lacks = format_bytes(self.lacks_bytes)
+        return f"it does not fit, {lacks} too much: this is of a card that had them" if self.lacks_bytes else ""
 
     def contains(self, samples_per_second: float) -> bool:
         """Whether a measured speed lies within the range."""

@@ -1,12 +1,16 @@
 """What is not modelled widens the range and says so: on modules with compiled code, own kernels, experts and loops."""
 
+import functools
+
 import pytest
 import torch
+from torch.utils.data import DataLoader
 
 from kit.config import Config
 from kit.memory.replay.cards import find_card
 from kit.models import Field, RandomData
 from kit.speed.prediction import predict_speed
+from kit.studies.scaling.predict import predict_run
 from kit.testing import TinyData, TinyModule
 
 
@@ -150,3 +154,46 @@ def test_what_is_computed_again_is_no_work_of_the_model():
     assert again.time.step.recomputes.any()
     assert again.step_seconds > once.step_seconds
     assert again.mfu * again.step_seconds == pytest.approx(once.mfu * once.step_seconds)
+
+
+def padded(long):
+    lengths = [long if index % 100 == 3 else 8 for index in range(200)]
+    rows = [torch.zeros(length, 8) for length in lengths]
+    return DataLoader(rows, 1, collate_fn=lambda samples: torch.nn.utils.rnn.pad_sequence(samples, batch_first=True))
+
+
+class Rows(TinyModule):
+    def __init__(self):
+        super().__init__()
+        self.layer = torch.nn.Sequential(torch.nn.Linear(8, 4096), torch.nn.Linear(4096, 1))
+
+    def training_step(self, batch, batch_idx):
+        return self.layer(batch).square().mean()
+
+
+def test_where_samples_differ_in_size_the_range_has_the_batch_of_the_mean():
+    short, skewed = (
+        predict_speed(Config(), Rows, functools.partial(padded, long), device="T4-16GB") for long in (8, 50_000)
+    )  # fmt: skip
+    assert skewed.low_seconds < 2 * short.step_seconds < skewed.step_seconds
+    assert any("on average" in reason for reason in skewed.reasons)
+    assert not any("differ" in reason for reason in short.reasons)
+
+
+class Forgetful(TinyModule):
+    def training_step(self, batch, batch_idx):
+        super().training_step(batch, batch_idx)
+
+
+class Huge(TinyModule):
+    def __init__(self):
+        super().__init__()
+        self.layer = torch.nn.Sequential(torch.nn.Linear(8, 1 << 30), torch.nn.Linear(1 << 30, 1))
+
+
+def test_what_trains_nothing_and_what_does_not_fit_say_so():
+    forgetful, huge = (predict_speed(Config(), module, TinyData, device="T4-16GB") for module in (Forgetful, Huge))
+    assert any("return the loss" in reason for reason in forgetful.reasons)
+    assert huge.lacks_bytes > 90 << 30
+    assert "does not fit" in huge.sentence
+    assert "does not fit" in str(predict_run(huge, epochs=1, samples_per_epoch=100, memory=False))

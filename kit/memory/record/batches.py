@@ -23,6 +23,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import cloudpickle
+import numpy as np
 import torch
 from lightning.pytorch.utilities import CombinedLoader
 from torch import Tensor
@@ -37,7 +38,7 @@ from kit.data.patches.module import EpochData, PatchData
 from kit.data.rows.loader import RowData
 from kit.errors import ConfigError, Problem
 from kit.memory.record.truth import SPARSE_LAYOUTS
-from kit.memory.replay.replay import DIFFERING
+from kit.memory.replay.replay import DIFFERING, ON_AVERAGE
 from kit.units import format_bytes
 
 _BATCHES = 8
@@ -132,7 +133,7 @@ def _collatable(loader: DataLoader[Any], size: int) -> Samples:
         ConfigError: when the loader's own function cannot collate two unlike ones and batches have such, as they are
             drawn at random. Another sampler may put like ones together, which is then a note.
     """
-    samples = largest_samples(loader)
+    samples = largest_samples(loader, size)
     if samples.unlike and size > 1:
         try:
             loader.collate_fn(list(samples.unlike))
@@ -485,6 +486,8 @@ def _is_small_count(tensor: Tensor) -> bool:
 
 LOOK_SECONDS = 0.5
 """For the first samples: enough to see whether they differ."""
+_QUICK_SECONDS = 0.1
+"""For more where the first are alike."""
 SCAN_SECONDS = 1.5
 """For the longest sample, when they do."""
 FIRST_SAMPLES = 32
@@ -505,8 +508,8 @@ class Samples:
     """The largest and the smallest of the first ones, where these differ."""
 
 
-def largest_samples(loader: DataLoader[Any]) -> Samples:
-    """The samples to predict with, out of a loader that collates samples.
+def largest_samples(loader: DataLoader[Any], batch_size: int = 1) -> Samples:
+    """The samples to predict with, out of a loader that collates so many samples.
 
     Raises:
         ConfigError: when there is none.
@@ -515,23 +518,30 @@ def largest_samples(loader: DataLoader[Any]) -> Samples:
     total = None if isinstance(dataset, IterableDataset) else len(dataset)
     samples = iter(dataset) if total is None else _spread_over(dataset, loader, total)
     sizes: dict[Sizes, Any] = {}
-    looked = 0
+    looked: list[int] = []
     for sample in within(samples, FIRST_SAMPLES, LOOK_SECONDS):
-        sizes.setdefault(_sizes(sample), sample)
-        looked += 1
+        sizes.setdefault(size := _sizes(sample), sample)
+        looked.append(_numel(size))
     if not sizes:
         raise ConfigError([Problem("data", "the loader yields no samples; there must be one to look at")])
+    if len(sizes) == 1:  # a long one in a hundred may not be among them
+        for sample in within(samples, total or _ENDLESS, _QUICK_SECONDS):
+            sizes.setdefault(size := _sizes(sample), sample)
+            looked.append(_numel(size))
+            if len(sizes) > 1:
+                break
     if len(sizes) == 1:
         return Samples([*sizes.values()])
     smallest = min(sizes.items(), key=lambda item: _numel(item[0]))[1]
     for sample in within(samples, total or _ENDLESS, SCAN_SECONDS):
-        looked += 1
-        sizes.setdefault(_sizes(sample), sample)
+        sizes.setdefault(size := _sizes(sample), sample)
+        looked.append(_numel(size))
         if len(sizes) > 4 * _MOST_CANDIDATES:  # keep the largest only, so that a scan holds a few samples
             kept = dict(_candidates(sizes))
             sizes = {size: sample for size, sample in sizes.items() if size in kept}
     of = f" of {total}" if total is not None else ""
-    note = f"{DIFFERING[0]}every one is as long as the longest of {looked}{of}"
+    note = f"{DIFFERING[0]}every one is as long as the longest of {len(looked)}{of}"
+    note += ON_AVERAGE.format(_largest_of(looked, batch_size) / max(1, *looked))
     candidates = [sample for _, sample in _candidates(sizes)]
     return Samples(candidates, (note,), (candidates[0], smallest))
 
@@ -559,6 +569,12 @@ def within(values: Iterable[Any], count: int, seconds: float) -> Iterator[Any]:
         yield value
         if time.monotonic() > deadline:
             return
+
+
+def _largest_of(sizes: Sequence[int], count: int) -> float:
+    """The mean largest of so many drawn from these: a batch is padded to its longest sample."""
+    below = np.arange(len(sizes) + 1) / len(sizes)
+    return float(np.sort(sizes) @ np.diff(below**count))
 
 
 def _numel(sizes: Sizes) -> int:

@@ -76,7 +76,8 @@ def predicted(speeds: Sequence[SpeedEstimate]) -> MeasuredScaling:
     for other in speeds[1:]:
         if other.config is None or {*config.diff(other.config)} - {*NO_DIFFERENCE, *DEVICES}:
             raise ConfigError([Problem("runs", "predicted speeds that differ in more than devices")])
-    reasons = [*first.reasons, "predicted before any trial: what many devices ask of the store is not among the limits"]
+    reasons = [*filter(None, [first.misfit]), *first.reasons]
+    reasons.append("predicted before any trial: what many devices ask of the store is not among the limits")
     samples = config.data.samples_per_epoch if config.data.url else None
     if samples is None and config.training.max_steps:
         samples = config.training.max_steps * first.samples

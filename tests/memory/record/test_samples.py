@@ -27,12 +27,13 @@ class Stream(IterableDataset):
         return (torch.zeros(1 + index % 50) for index in range(1000))
 
 
-def test_samples_of_one_size_are_looked_at_a_few_times():
+def test_samples_of_one_size_that_come_slowly_are_looked_at_a_few_times(monkeypatch):
+    monkeypatch.setattr(batches, "_QUICK_SECONDS", 0.0)
     data = Lengths([7] * 10_000)
     found = largest_samples(DataLoader(data))
     assert [len(sample) for sample in found.candidates] == [7]
     assert found.notes == ()
-    assert data.asked == FIRST_SAMPLES
+    assert data.asked == FIRST_SAMPLES + 1
 
 
 @pytest.mark.parametrize("place", [0, 1, 998, 999])
@@ -45,7 +46,7 @@ def test_the_longest_sample_is_found_wherever_it_is(place):
     assert data.asked == 1000
     (note,) = found.notes
     assert note.startswith("samples differ")
-    assert note.endswith("1000 of 1000")
+    assert "1000 of 1000" in note
 
 
 @pytest.mark.parametrize("make", [lambda n: "x" * n, lambda n: [1] * n, lambda n: {"ids": list(range(n)), "label": 1}])
@@ -64,6 +65,19 @@ def test_a_stream_is_looked_at_from_its_start():
     found = largest_samples(DataLoader(Stream(), batch_size=4))
     assert len(found.candidates[0]) == 50
     assert "longest of 1000" in found.notes[0]
+
+
+def test_one_long_sample_among_many_short_ones_that_come_quickly_is_found():
+    lengths = [10] * 1000
+    lengths[3] = 99
+    assert len(largest_samples(DataLoader(Lengths(lengths))).candidates[0]) == 99
+
+
+@pytest.mark.parametrize(("batch_size", "share"), [(1, "0.55"), (2, "0.72"), (1000, "1.00")])
+def test_a_note_says_how_large_a_batch_is_on_average(batch_size, share):
+    """A batch is padded to its longest sample: of two, drawn evenly from one to ten, 7.15 on average."""
+    (note,) = largest_samples(DataLoader(Lengths([1 + index % 10 for index in range(100)])), batch_size).notes
+    assert note.endswith(f"{share} of that")
 
 
 def test_a_scan_ends_with_its_time(monkeypatch):
