@@ -23,7 +23,16 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from kit.config import Config
-from kit.train.choices import Entry, entry, length_of, lever_entries, monitor_entries, strategy_entry, upload_entries
+from kit.train.choices import (
+    Entry,
+    entry,
+    length_of,
+    lever_entries,
+    monitor_entries,
+    strategy_entry,
+    upload_entries,
+    validates_by,
+)
 from kit.units import plural
 from kit.yaml_text import COMMITTED
 
@@ -118,6 +127,7 @@ def _sections(job: Job) -> dict[str, Any]:
             "num_nodes": job.nodes,
             "strategy": Noted(strategy, f"hardware.strategy: {config.hardware.strategy}"),
             **length_of(config.training),
+            **_validation(job),
             **optimization,
             "num_sanity_val_steps": config.trial.sanity_batches,
             "log_every_n_steps": 10,
@@ -131,6 +141,18 @@ def _sections(job: Job) -> dict[str, Any]:
         **({} if job.data is None else {"data": job.data}),
         "ckpt_path": Noted("last", "the last checkpoint where there is one, so that a restart goes on"),
     }
+
+
+def _validation(job: Job) -> dict[str, Any]:
+    """A run of so many steps may end within its first epoch, before whose end Lightning validates nothing."""
+    every = job.config.trial.validate_every_steps
+    if not (every and job.config.training.max_steps) or validates_by(job.flags):
+        return {}
+    batches = Noted(
+        every * job.config.levers.accumulate_grad_batches,
+        f"every {plural(every, 'step')}, as its trial validates: trial.validate_every_steps",
+    )
+    return {"val_check_interval": batches, "check_val_every_n_epoch": None}
 
 
 def _noted(job: Job, path: str, value: Any) -> Any:

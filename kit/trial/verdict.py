@@ -377,13 +377,17 @@ def _message(
     return f"{text}{where}{way_out}{again}"
 
 
+_OF_VALIDATION = (
+    "a trial validates only where trial.validate_every_steps says when (0 is never), and has no metrics of it otherwise"
+)
 _WAYS_OUT = {
     "grad can be implicitly created only for scalar outputs":
         "training_step must return one number, such as loss.mean()",
     "does not require grad and does not have a grad_fn":
         "the loss depends on no parameter that is trained: look for detach, no_grad and requires_grad_(False)",
+    "Early stopping conditioned on metric": _OF_VALIDATION, "could not find the monitored key": _OF_VALIDATION,
 }  # fmt: skip
-"""Torch's words for mistakes in a step that it finds only in the backward pass, where no line of the user's runs."""
+"""Words of torch and Lightning for mistakes that they find where no line of the user's runs."""
 
 
 def _text(error: BaseException) -> str:

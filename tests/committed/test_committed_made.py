@@ -10,6 +10,8 @@ from pathlib import Path
 import committed_parts as parts
 import psutil
 import pytest
+import yaml
+from lightning.pytorch.callbacks import EarlyStopping
 from properties import at_night
 from waiting import wait_until
 
@@ -123,6 +125,7 @@ def small(tmp_path, monkeypatch):
         sys.modules.pop(name, None)
 
 
+ACCUMULATED = {"levers.accumulate_grad_batches": 2}
 DATA = {
     "a function that says what it gives": "told",
     "a function that gives a data module": "untold",
@@ -142,6 +145,19 @@ def test_it_trains_on_the_same_batches_as_its_trial(small, kind):
     parts.assert_exact(loss_info(trial, run), 8)
     saved = [file.name for file in Path("output").rglob("*.ckpt")]
     assert ("best.ckpt" in saved) is ("pair" in kind)  # it has validated
+
+
+@pytest.mark.slow
+def test_a_run_of_steps_validates_as_its_trial_did(small):
+    """It ends within an epoch, before whose end Lightning validates nothing by itself."""
+    config = small.replace(
+        {"data.arguments": {"count": 64}, "training.max_steps": 6, "trial.validate_every_steps": 2, **ACCUMULATED}
+    )
+    committed = kit.commit(config, data="made:pair", callbacks=[EarlyStopping("val_loss")])
+    assert yaml.safe_load(committed.text)["trainer"]["val_check_interval"] == 4
+    assert committed.run().wait(SECONDS).state == "COMPLETE"
+    of_epochs = kit.commit(config.replace({"training.max_steps": 0}), data="made:pair")
+    assert "val_check_interval" not in of_epochs.text
 
 
 @pytest.mark.parametrize("kind", DATA)

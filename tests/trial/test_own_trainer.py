@@ -336,6 +336,11 @@ def test_a_loss_that_torch_refuses_is_told_with_a_way_out(config, module, way_ou
         predict_memory(config(), module, TinyData)
 
 
+def test_a_metric_of_validation_that_a_trial_never_has_is_told_with_the_setting(config):
+    with pytest.raises(TrialError, match=r"val_loss.*; .*trial\.validate_every_steps"):
+        fit(config(), TinyModule, TinyData, callbacks=[EarlyStopping("val_loss")]).wait(SECONDS)
+
+
 @pytest.mark.parametrize("setting", ["ddp_find_unused_parameters", "ddp_static_graph"])
 def test_with_the_setting_it_trains_and_the_cheaper_one_is_proposed(config, setting):
     asked = config(2).replace({f"hardware.{setting}": True, "hardware.ddp_bucket_bytes": "1 MiB"})
