@@ -70,7 +70,7 @@ from kit.memory.record.value_sizes import (
     nonzeros,
     shape_kernels,
 )
-from kit.memory.replay.replay import GUESSED_CONDITION, UPPER_BOUND
+from kit.memory.replay.replay import GUESSED_CONDITION, MASKED, UPPER_BOUND
 
 KNOWN_NUMEL = 4096
 """Numbers that a tensor made from constants may have for its values to be kept."""
@@ -634,6 +634,7 @@ def not_traced(answers: FakeValues) -> Iterator[None]:
         if not isinstance(value, FakeTensor) or value.constant is not None:
             return False
         if not value.is_floating_point():
+            answers.notes.setdefault(f"{MASKED}of ones alone, transformers goes without it and may hold less")
             return True
         is_long = min(value.shape[1:], default=0) > _LONGEST_LOOP  # steps or channels, in either order
         if is_long:

@@ -37,6 +37,7 @@ from kit.memory.replay.replay import (
     CATEGORIES,
     DIFFERING,
     EVALUATIONS,
+    MASKED,
     NOTHING_TRAINED,
     PHASES,
     STEPS,
@@ -229,7 +230,7 @@ def estimate(recording: Recording, target: DeviceTarget, *, residuals: Residuals
     emulation = emulated(str(facts.get("precision", "")), target)
     reasons = [*emulation, *why_outside, *target.reasons, *_workspace_lost(recording, target, played, outside)]
     reasons += [facts["why_for_real"]] if "why_for_real" in facts else []
-    reasons += [note for note in facts.get("notes", ()) if note.startswith((*DIFFERING, NOTHING_TRAINED))]
+    reasons += [note for note in facts.get("notes", ()) if note.startswith((*DIFFERING, MASKED, NOTHING_TRAINED))]
     reasons += [f"may be low: {what}" for what in facts.get("may_be_low", ())]
     if unknown:
         reasons.append(f"activations unknown: {unknown}; all bytes are a lower bound")
