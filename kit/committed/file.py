@@ -31,7 +31,8 @@ from kit.config import Config, project_folder, project_path, resolve_path
 from kit.errors import ConfigError, Problem, did_you_mean
 from kit.json_text import read_json, write_whole
 from kit.machine.machine import hardware
-from kit.records.row import PREDICTED, read_whole, row_of
+from kit.records.ratios import SPEED
+from kit.records.row import PREDICTED, Row, read_whole, row_of
 from kit.tables import FRAME, html_list
 from kit.train.choices import asked_stages
 from kit.trial.submit import versions
@@ -277,10 +278,7 @@ def evidence_record(job: Job, trial: Trial | None, notes: Sequence[str]) -> dict
         },
         "reasons": {path: reason for path, reason in job.reasons.items() if reason},
         "notes": list(notes),
-        **{
-            part: None if row is None else {name: row[f"{name}_{part}"] for name in PREDICTED}
-            for part in ("predicted", "measured", "ratio")
-        },
+        **{part: _compared(row, part) for part in ("predicted", "measured", "ratio")},
         "trial": row,
         "memory_prediction": _json(trial.paths.prediction) if trial is not None else None,
         "calibration": _json(trial.paths.calibration) if trial is not None else None,
@@ -295,6 +293,14 @@ def evidence_record(job: Job, trial: Trial | None, notes: Sequence[str]) -> dict
         },
         "git": git_state(project_folder()),
     }  # fmt: skip
+
+
+def _compared(row: Row | None, part: str) -> dict[str, Any] | None:
+    """What was predicted, or measured, or their ratio."""
+    if row is None:
+        return None
+    speed = row.get(SPEED if part == "measured" else f"{SPEED}_{part}")
+    return {SPEED: speed, **{name: row[f"{name}_{part}"] for name in PREDICTED}}
 
 
 def _json(path: Path) -> Any:

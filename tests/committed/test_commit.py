@@ -135,6 +135,7 @@ def test_the_evidence_holds_what_the_trial_measured_and_how_it_differs(own, monk
     committed = kit.commit(config.replace({"loader.batch_size": 4}), trial)
     found = committed.evidence
     assert found["trial"]["run"] == trial.name
+    assert found["measured"]["samples_per_second"] == found["trial"]["samples_per_second"] > 0
     assert found["measured"]["requests_per_sample"] == found["trial"]["requests_per_sample_measured"] > 0
     assert found["ratio"]["requests_per_sample"] > 0
     assert found["versions"]["torch"]
