@@ -160,7 +160,8 @@ def find_card(name: str) -> Card:
         raise PlanError(f"{name!r} comes as {sizes}; say which")
     known = [card.name for card in CARDS]
     words = set(re.findall(r"[a-z0-9]+", name.lower()))
-    alike = [card.name for card in CARDS if set(_model(card).lower().split("-")) <= words]
+    parts = [set(_model(card).lower().split("-")) for card in CARDS]
+    alike = [card.name for card, own in zip(CARDS, parts, strict=True) if own <= words or (words and words <= own)]
     close = difflib.get_close_matches(name.upper(), [*known, THIS_MACHINE.upper()], n=1, cutoff=0.5)
     if words & _HERE or close == [THIS_MACHINE.upper()]:
         raise PlanError(f"{name!r} names no model; for what is here, did you mean {THIS_MACHINE!r}?")

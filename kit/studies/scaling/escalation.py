@@ -174,7 +174,8 @@ def parts_of(batch_size: int, most: int) -> list[int]:
     return [parts for parts in range(1, min(batch_size, most) + 1) if batch_size % parts == 0]
 
 
-_COLUMNS = ("step", "devices", "verdict", "needs", "short of", "time")
+_SHORT = "short of"
+_COLUMNS = ("step", "devices", "verdict", "needs", _SHORT, "time")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -317,4 +318,6 @@ class Recommendation(Recommended):
 
     def _table(self) -> tuple[Sequence[str], list[list[str]], int | None]:
         marked = None if self.chosen is None else self.tried.index(self.chosen)
-        return _COLUMNS, [one.cells for one in self.tried], marked
+        free = self.target.headroom_fraction
+        columns = [f"{name}, {free:.0%} left free" if name == _SHORT and free else name for name in _COLUMNS]
+        return columns, [one.cells for one in self.tried], marked

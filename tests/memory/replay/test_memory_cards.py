@@ -74,6 +74,8 @@ def test_an_unknown_card_is_answered_with_the_closest():
         ("", ["A100-40GB", "this machine"]),
         ("H100 SXM", ["H100-80GB"]),
         ("A100 PCIe", ["A100-40GB", "A100-80GB"]),
+        ("A6000", ["RTX-A6000-48GB"]),
+        ("4090", ["RTX-4090-24GB"]),
         ("NVIDIA A100-SXM4-40GB", ["A100-40GB"]),
         ("L40S PCIe", ["L40S-48GB"]),
         ("RTX 6000 Ada Generation", ["RTX-6000-Ada-48GB"]),
