@@ -68,6 +68,7 @@ from kit.widgets.parts import (
     line,
     note_html,
     pre_html,
+    put,
     red_html,
     relabel,
     row,
@@ -128,6 +129,9 @@ class Panel(ConfigPanel):
         self._built: bool | None = None
         self._facts_drawn: StoreFacts | None = None
         self._drawing = LatestOnlyWorker("kit-chunks")
+        self._refused = False
+        """Whether the last Fit was, and nothing has changed since."""
+        self._no_advice, self._no_trials = line(), line()
         self.memory = MemoryPart(self.form, module, data, on_change=weakly(self._show_memory))
         """What the device needs; predicted once the panel is shown, or by `memory.predict()`."""
         self.button = button("", "", "")
@@ -162,6 +166,7 @@ class Panel(ConfigPanel):
         self._show_cards()
         self.committing.look(config)
         self.exporting.look(config)
+        self._count_tabs()
         self._own()
 
     # -- what the controls do
@@ -187,6 +192,7 @@ class Panel(ConfigPanel):
                 self.trial = fit(self.config, self._module, self._data)
             except Exception as error:
                 self._label(busy=False)
+                self._refused = True
                 self.view.say("not started", 0.0)
                 problems = error.problems if isinstance(error, ConfigError) else [error_words(error)]
                 self.view.show_error(" ".join(map(str, problems)))
@@ -347,6 +353,7 @@ class Panel(ConfigPanel):
         self.memory.device_control.observe(lambda _: (predict(), cards(), hints()), "value")
         self.form.on_change(weakly(self._on_config))
         self.form.on_rejected(weakly(self._show_changes))
+        self.form.on_rejected(weakly(self._forget_refusal))
         show_plan = weakly(self._show_plan)
         drawing = self._drawing
         self.tabs.observe(lambda _: drawing.submit(show_plan), "selected_index")
@@ -402,11 +409,20 @@ class Panel(ConfigPanel):
         self._show_hints()
         self.committing.look(config)
         self.exporting.look(config, again=False)
+        self._forget_refusal()
         if self.store is not None:
             self.store.look(config)
             self._plan_build()
         if not self.busy and self.trial is None and config.trial != self.view.limits:
             self.view.reset(config)
+
+    def _forget_refusal(self) -> None:
+        """Show the last trial again, once what was refused is another."""
+        if self._refused and not self.form.rejected and not self.busy:
+            self._refused = False
+            self.view.reset(self.config)
+            if self.trial is not None:
+                self.view.watch(self.trial)
 
     def _show_plan(self) -> None:
         """Draw the plan of the store, once its tab is in sight: a slider of the memory tab does not wait for it."""
@@ -443,8 +459,8 @@ class Panel(ConfigPanel):
         pages = {
             "Live": [self.view.progress, self.view.chart, self.view.logged, self.view.notes, self.view.error],
             "Memory": [*self.memory.named_sliders(), self.memory.dials.ui, self.memory.view.ui],
-            "Data": self._data_tab, "Advice": [self.diagnosing.ui, self.profiling.ui],
-            "Trials": [self.exporting.ui], "Commit": [self.committing.ui],
+            "Data": self._data_tab, "Advice": [self._no_advice, self.diagnosing.ui, self.profiling.ui],
+            "Trials": [self._no_trials, self.exporting.ui], "Commit": [self.committing.ui],
         }  # fmt: skip
         children = [ipywidgets.VBox(page) if isinstance(page, list) else page for page in pages.values()]
         self.tabs.children, self.tabs.titles, self.tabs.selected_index = children, tuple(pages), 0
@@ -474,6 +490,11 @@ class Panel(ConfigPanel):
         view = self.diagnosing.view
         counts = {"Trials": len(self.exporting.results), "Advice": len(view.findings) if view else 0}
         self.tabs.titles = tuple(f"{name} ({counts[name]})" if counts.get(name) else name for name in self._pages)
+        none = "no trial of this experiment has ended: Fit runs one"
+        put(self._no_trials, "" if counts["Trials"] else note_html(none, margin="0"))
+        asked = view is not None or self.profiling.profile is not None
+        none = "nothing is diagnosed: Diagnose says what holds the last trial up, Profile where its time goes"
+        put(self._no_advice, "" if asked else note_html(none, margin="0"))
 
     def _show_changes(self) -> None:
         changed = self.form.changed

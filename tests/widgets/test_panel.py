@@ -349,6 +349,24 @@ def test_a_setting_that_is_not_taken_over_turns_the_answers_grey(quick):
     assert WAITING not in quick.overview.ui._dom_classes
 
 
+def test_what_was_refused_is_said_until_a_setting_changes_and_the_last_trial_is_there_again(quick):
+    assert "no trial" in quick._no_trials.value
+    assert "nothing is diagnosed" in quick._no_advice.value
+    quick.fit().wait(WAIT)
+    quick.wait(WAIT)
+    chart = quick.view.chart.value
+    quick.form.controls["hardware.devices"].value = "8"
+    with pytest.raises(ConfigError):
+        quick.fit()
+    assert words(quick.view) == "not started"
+    quick.form.reset("hardware.devices")
+    assert words(quick.view).startswith("complete")
+    assert quick.view.chart.value == chart
+    assert quick.view.error.value == ""
+    quick.exporting.wait()
+    assert quick._no_trials.value == ""
+
+
 def test_a_plan_that_cannot_hold_is_explained(config):
     mine = Panel(config.replace({"data.patch": {"time": 2, "y": 99}}))
     mine.wait(WAIT)
