@@ -144,9 +144,15 @@ def levers_figure(check: LeversCheck) -> Figure:
             words = "did not run" if measured is None else format_bytes(measured) + ratio
             look.note(memory, (max(measured or 0, predicted or 0) / _MIB, row), words)
             if (fast := step.samples_per_second) is not None:
-                speed.barh(row, fast, height=0.42, color=look.GREEN)
                 in_turn = check.speed_fraction(step) if step.tried is not None else None
-                look.note(speed, (fast, row), f"{fast:,.1f}" + ("" if in_turn is None else f" · × {in_turn:.2f}"))
+                first = steps[0].samples_per_second
+                words = ""
+                if in_turn is not None and first is not None:  # one run alone may say the opposite of runs in turn
+                    fast = first * in_turn
+                    is_alike = step.tried is not None and step.tried.is_alike
+                    words = " · no difference" if is_alike else f" · × {in_turn:.2f}"
+                speed.barh(row, fast, height=0.42, color=look.GREEN)
+                look.note(speed, (fast, row), f"{fast:,.1f}{words}")
         for axes in (memory, speed):
             look.rows(axes, [textwrap.fill(step.name, _LETTERS) for step in steps], named=axes is memory)
             longest = max((bar.get_width() for bars in axes.containers for bar in bars), default=0.0)

@@ -131,7 +131,7 @@ class LeversCheck(Drawable):
         low, high = step.tried.noise
         if step.tried.visible > 1:
             return "not known"
-        return f"{'no difference: ' * (step.tried.verdict == 'within the noise')}{shown} ({low:.2f} to {high:.2f})"
+        return f"{'no difference: ' * (step.tried.is_alike)}{shown} ({low:.2f} to {high:.2f})"
 
     def _is_shifted(self, step: LeverStep) -> bool:
         """Whether its samples/s over the first's lie outside of what the runs in turn say."""
@@ -151,7 +151,7 @@ class LeversCheck(Drawable):
         told = [(shifted, step.name) for step in self.steps if self._is_shifted(step)]
         told += [
             (f"of speed, {step.tried.even}", step.name)
-            for step in self.steps if step.tried is not None and step.tried.verdict == "within the noise"
+            for step in self.steps if step.tried is not None and step.tried.is_alike
         ]  # fmt: skip
         told += [(step.note, step.name) for step in self.steps if step.note]
         names: dict[str, list[str]] = {}

@@ -167,13 +167,18 @@ class Tried:
         return "helps" if low > 1 else "hurts" if high < 1 else "within the noise"
 
     @property
+    def is_alike(self) -> bool:
+        """Whether no difference was found."""
+        return self.verdict == "within the noise"
+
+    @property
     def sentence(self) -> str:
         if self.verdict == "did not run":
             return f"The change did not run: {self.after.note}"
         predicted = "" if self.predicted is None else "; predicted were {:.2f} to {:.2f} ×".format(*self.predicted)
         low, high = self.noise
         measured = f"{self.gain:.2f} × as fast, by the noise of repeated runs {low:.2f} to {high:.2f} ×{predicted}"
-        if self.verdict == "within the noise":
+        if self.is_alike:
             return f"{self.even[0].upper()}{self.even[1:]}: {measured}."
         return f"It {self.verdict}: {measured}."
 
