@@ -150,6 +150,9 @@ def test_a_healthy_trial_gets_a_clean_bill_and_hears_what_it_was_asked():
     assert diagnosis.clean
     assert diagnosis.findings == ()
     assert diagnosis.headline.startswith("Nothing was found")
+    assert "core" not in diagnosis.headline
+    crowded = evidence(queued_fraction=0.6)
+    assert "60% of the time" in judge(crowded, source(crowded)).headline
     assert len(diagnosis.values) + len(diagnosis.unasked) == len(RULES)
     assert re.search("unknown: .*PyTorch trace", diagnosis.table)
     assert "thresholds and sources" in diagnosis._repr_html_()

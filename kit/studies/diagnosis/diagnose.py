@@ -201,7 +201,10 @@ class Diagnosis(Drawable):
     def headline(self) -> str:
         """One sentence: how much is wrong, and what comes first. What it brings to mend that stands at the finding."""
         if self.clean:
-            return f"Nothing was found that holds this training up ({len(self.values)} of {len(RULES)} rules applied)."
+            queued = self.evidence.queued_fraction or 0.0
+            but = f", but it waited {queued:.0%} of the time for a core" if queued >= BUSY_FRACTION else ""
+            applied = f"{len(self.values)} of {len(RULES)} rules applied"
+            return f"Nothing was found that holds this training up{but} ({applied})."
         first, count = self.findings[0], len(self.findings)
         slow, may = first.predicted is not None, first.is_doubtful
         if count == 1:
