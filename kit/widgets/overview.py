@@ -213,7 +213,7 @@ def data_card(
         why, bar = f"{used:.0%} of it used · {why}", [(min(1.0, used), colour)]
     return OverviewCard(
         title="data, predicted", value=format_count(rate), why=why, bar=bar, help=code,
-        unit="samples/s from a bucket, as planned" if from_bucket else "samples/s can be read",
+        unit="samples/s from a bucket" if from_bucket else "samples/s can be read",
     )  # fmt: skip
 
 

@@ -79,6 +79,7 @@ from kit.widgets.store import StoreFacts, StoreView
 from kit.widgets.trial_view import TrialView
 
 _TICK_SECONDS = 0.05
+_AFTER = "predicted after the trial"
 
 
 @config_first
@@ -400,6 +401,7 @@ class Panel(ConfigPanel):
             self.memory.predict()
         elif self._wanted:
             self.memory.view.wait_for_answer()
+            self.memory.view.say(_AFTER)
 
     def _on_config(self, config: Config) -> None:
         self._show_changes()
@@ -558,7 +560,7 @@ class Panel(ConfigPanel):
         elif view.failure is not None:
             state = str(view.failure).partition("\n")[0]
         elif view.estimate_waiting and self.busy:
-            state = "predicted after the trial"
+            state = _AFTER
         elif view.estimate_waiting:
             state = f"predicting for {self.memory.device} …"
         known = None if view.failure is not None else view.estimate

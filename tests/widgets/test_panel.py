@@ -334,6 +334,7 @@ def test_a_setting_changed_while_a_trial_runs_has_no_memory_until_it_ends(endles
     card = endless.overview.cards["memory"]
     assert (card.stale, card.why) == (True, "predicted after the trial")
     assert endless.memory.view.cards_waiting
+    assert "predicted after the trial" in endless.memory.view.status.value
     endless.stop()
     endless.wait(WAIT)
     endless.memory.wait(WAIT)
