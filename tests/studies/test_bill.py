@@ -58,6 +58,11 @@ def test_a_cpu_is_counted_by_core():
     assert power_of("CPU").watt_hours(3600)[0] == pytest.approx(CORE_WATTS * PUE)
 
 
+def test_the_rest_of_a_server_is_in_proportion_to_its_cards():
+    assert power_of("H100-80GB").server_watts == pytest.approx(280)
+    assert power_of("L4").server_watts < power_of("L4").device_watts
+
+
 def test_every_card_in_the_table_has_its_own_rated_watts():
     for card in CARDS:
         rated = re.search(r"W rated \((\S+)\)", power_of(card.name).reasons[0])

@@ -37,9 +37,10 @@ RATED_WATTS = {
 """Board power by GPU model, as NVIDIA's data sheets state it; of the SXM form where there is one."""
 CORE_WATTS = 7.3
 """Of a CPU core in use: 205 W over the 28 cores of a Xeon Platinum 8280 (Intel's data sheet)."""
-SERVER_WATTS = 280.0
-"""Of the rest of the server, for each GPU: a DGX H100 takes 10.2 kW at most, of which 8 GPUs are 5.6 kW, and is taken
-to need half of the difference (NVIDIA's data sheet, 2023)."""
+SERVER_SHARE = 0.4
+"""Watts of the rest of the server for each rated watt of its GPUs: a DGX H100 takes 10.2 kW at most, of which 8 GPUs
+are 5.6 kW, and is taken to need half of the difference (NVIDIA's data sheet, 2023). That servers of smaller cards are
+smaller in proportion is an assumption."""
 UTILISATION = (0.5, 0.8, 1.0)
 """Of rated watts while training: (low, taken, high). An assumption."""
 PUE = 1.56
@@ -121,7 +122,7 @@ def prices_of(value: float | str | Mapping[str, Any] | RunPrices | None) -> RunP
         if value in PRICES:
             return PRICES[value]
         hint = did_you_mean(value, PRICES, "examples are {}", cutoff=0.5)
-        raise ConfigError([Problem("prices", f"{value!r} is no example{hint}, or give a number per device-hour")])
+        raise ConfigError([Problem("prices", f"{value!r} is no example{hint}; a number is a price per device-hour")])
     if isinstance(value, Mapping):
         return RunPrices(**_checked("prices", RunPrices, value))
     if isinstance(value, bool) or not isinstance(value, int | float):
@@ -204,21 +205,22 @@ def _watts(device: str, measured: float | None) -> Power:
         reason = f"{CORE_WATTS} W for each core in use (a Xeon Platinum 8280's share); memory and disks left out"
         return Power(device_watts=CORE_WATTS, least_device_watts=CORE_WATTS / 2, most_device_watts=2 * CORE_WATTS,
                      server_watts=0.0, reasons=(reason,))  # fmt: skip
-    if measured is not None:
-        reason = f"{measured:.0f} W a device, measured by NVML; {SERVER_WATTS:.0f} W for the rest of the server"
-        return Power(device_watts=measured, least_device_watts=measured, most_device_watts=measured,
-                     server_watts=SERVER_WATTS, reasons=(reason,))  # fmt: skip
     words = set(re.split(r"[^a-z0-9]+", device.lower()))
     found = [model for model in RATED_WATTS if set(model.lower().split("-")) <= words]
     model = max(found, key=lambda one: one.count("-"), default="")  # H100-NVL before H100
     rated = RATED_WATTS[model or "A100"]
+    watts = SERVER_SHARE * rated
+    server = f"{watts:.0f} W for the rest of the server: as in a DGX H100, for each rated watt of its GPUs"
+    if measured is not None:
+        reason = f"{measured:.0f} W a device, measured by NVML"
+        return Power(device_watts=measured, least_device_watts=measured, most_device_watts=measured,
+                     server_watts=watts, reasons=(reason, server))  # fmt: skip
     low, taken, high = (share * rated for share in UTILISATION)
     named = model or f"{device} is not in the table, so an A100's"
     reason = (
         f"{rated:.0f} W rated ({named}) × {UTILISATION[1]:.0%} utilisation, assumed, from {UTILISATION[0]:.0%} to full"
     )
-    server = f"{SERVER_WATTS:.0f} W for the rest of the server, from a DGX H100's data sheet"
-    return Power(device_watts=taken, least_device_watts=low, most_device_watts=high, server_watts=SERVER_WATTS,
+    return Power(device_watts=taken, least_device_watts=low, most_device_watts=high, server_watts=watts,
                  reasons=(reason, server))  # fmt: skip
 
 
