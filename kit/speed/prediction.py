@@ -16,7 +16,8 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import re
-from dataclasses import dataclass, replace
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -129,7 +130,26 @@ def predict_speed(
     if not strategy.startswith("fsdp"):  # of shards the step of one device does not tell
         memory = estimate_here(query, recording, target)
         lacks_bytes = max(0, memory.total_bytes[0] - memory.capacity_bytes) if memory.verdict == "does not fit" else 0
-    return replace(found, config=query.config, reasons=(*reasons, *found.reasons), lacks_bytes=lacks_bytes)
+
+    def again(count: int, shared_by: str) -> SpeedEstimate | None:
+        """On another number of cards: of one device there is a step, of several what is added to it is known."""
+        if target.name == THIS_MACHINE or (query.world_size > 1 and not strategy):
+            return None
+        if count > 1 and why_not_shared(recording, shared_by):
+            return None
+        asking = query.config.replace({"hardware.devices": count, "hardware.strategy": shared_by})
+        return replace(
+            speed_of(
+                recording, target, devices=count, costs=costs, link=link, between=between,
+                loader_seconds=loader_seconds(query.with_config(asking, target, count)),
+                strategy=shared_by if count > 1 else "",
+            ),
+            config=asking,
+        )  # fmt: skip
+
+    return replace(
+        found, config=query.config, reasons=(*reasons, *found.reasons), lacks_bytes=lacks_bytes, on_devices=again
+    )
 
 
 def _recorded(
@@ -433,6 +453,8 @@ class SpeedEstimate(Drawable):
     """Of the step's seconds, what changes with the pace."""
     correction: float = 1.0
     """measured / predicted seconds of a trial of the same model, by which the step is corrected."""
+    on_devices: Callable[[int, str], SpeedEstimate | None] | None = field(default=None, compare=False, repr=False)
+    """The same on so many devices under a strategy, from the same dry run; None where it does not tell that."""
     lacks_bytes: int = 0
     """That the device has too little memory for it by what `kit.predict_memory` says; 0 where it fits, or not known."""
 

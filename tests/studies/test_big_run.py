@@ -220,7 +220,12 @@ def test_before_any_trial_predicted_speeds_give_the_run(config):
     assert one.money == pytest.approx(2.0 * one.total_seconds / 3600)
     assert one.watt_hours[0] > 0
     assert one.memory is None
-    assert two.total_seconds == pytest.approx(1000 * speeds[1].step_seconds, rel=0.2), "but for the calls of ddp itself"
+    assert two.total_seconds == pytest.approx(1000 * speeds[1].step_seconds)
+    across = 1000 * speed(16).step_seconds
+    for one in speeds:  # whatever number it is asked from
+        row = predict_run(one, devices=[1, 16], memory=False).row(16)
+        assert row.total_seconds == pytest.approx(across)
+        assert row.low_seconds < across < row.high_seconds
     both = predict_run(speeds, devices=[1, 2, 4], memory=False)
     assert not both.checks, "nothing was measured"
     assert both.row(2).total_seconds == pytest.approx(1000 * speeds[1].step_seconds, rel=0.05)

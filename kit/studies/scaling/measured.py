@@ -61,10 +61,14 @@ class MeasuredScaling:
     reasons: tuple[str, ...]
     link: Link | None = None
     """What joins devices of a node, where that is known."""
+    priced: bool = False
+    """Whether each count asked about was predicted by itself, from one dry run."""
 
 
-def predicted(speeds: Sequence[SpeedEstimate]) -> MeasuredScaling:
+def predicted(speeds: Sequence[SpeedEstimate], counts: Sequence[int] = ()) -> MeasuredScaling:
     """The same before any trial: what `kit.predict_speed` said, for one or several numbers of devices.
+
+    Of a single one, what it says of the other `counts` too.
 
     Raises:
         ConfigError: for estimates of a recording alone, and for those that differ in more than devices.
@@ -83,12 +87,35 @@ def predicted(speeds: Sequence[SpeedEstimate]) -> MeasuredScaling:
         samples = config.training.max_steps * first.samples
         reasons.append("the length of an epoch is not known before a trial: it is taken as the steps of the run")
     loader = first.time.loader_seconds
+    others = _on_devices(first, counts) if len(speeds) == 1 else []
+    steps = sorted(map(_predicted_step, [*speeds, *others]), key=lambda step: step.devices)
     return MeasuredScaling(
-        config=config, trials=(), on_gpu=first.on_gpu, cores=None, steps=tuple(map(_predicted_step, speeds)),
+        config=config, trials=(), on_gpu=first.on_gpu, cores=None, steps=tuple(steps), priced=bool(others),
         loading=Loading(ahead=True, seconds=None if loader is None else loader / first.accumulate), link=first.link,
         traffic=first.traffic, batch_size=first.batch_size, samples_per_epoch=samples, watts=None,
         device=first.device.rpartition("× ")[2] if first.on_gpu else "CPU", reasons=tuple(reasons),
     )  # fmt: skip
+
+
+def _on_devices(speed: SpeedEstimate, counts: Sequence[int]) -> list[SpeedEstimate]:
+    """The same on all other counts; none where one of them is not told by its dry run."""
+    if speed.on_devices is None or speed.correction != 1:
+        return []
+    strategy = speed.traffic.strategy
+    found = [speed.on_devices(count, strategy_for(strategy, count)) for count in counts if count != speed.devices]
+    known = [one for one in found if one is not None]
+    return known if len(known) == len(found) else []
+
+
+def strategy_for(strategy: str, devices: int) -> str:
+    """The same idea on another number of devices: none for one; shards stay as large where they divide the number."""
+    if devices == 1:
+        return "none"
+    name, *sizes = strategy.split(":")
+    if name == "fsdp" and sizes:
+        size = int(sizes[1])
+        return f"fsdp:{devices // size}:{size}" if devices % size == 0 else "fsdp"
+    return "ddp" if name == "none" else name
 
 
 def _predicted_step(speed: SpeedEstimate) -> Step:
@@ -107,11 +134,12 @@ def _no_runs(given: Any) -> ConfigError:
     return ConfigError([Problem("runs", f"{shown} tells no times; {way_out}")])
 
 
-def measure(runs: Any) -> MeasuredScaling:
+def measure(runs: Any, counts: Sequence[int] = ()) -> MeasuredScaling:
     """What these trials tell.
 
     Args:
         runs: A trial, run directory or row of `kit.results`, or an answer of `kit.predict_speed`; or several.
+        counts: Numbers of devices that a predicted speed is to be told for too.
 
     Raises:
         ConfigError: for no trials, and for trials that differ in more than devices.
@@ -126,7 +154,7 @@ def measure(runs: Any) -> MeasuredScaling:
         if not is_row and not isinstance(one, Trial | str | Path | SpeedEstimate):
             raise _no_runs(one)
     if listed and all(isinstance(one, SpeedEstimate) for one in listed):
-        return predicted(listed)
+        return predicted(listed, counts)
     if any(isinstance(one, SpeedEstimate) for one in listed):
         raise ConfigError([Problem("runs", "trials and predicted speeds together; give either")])
     paths = [run["run_directory"] if isinstance(run, dict) else run for run in listed]

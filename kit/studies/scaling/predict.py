@@ -1,10 +1,11 @@
 """predict_run: the big run from a small one, or from none: time, device-hours, money, energy and CO2.
 
 Trials on few devices give the times of a step, the requests of the loader and the size of the gradients; before any,
-`kit.predict_speed` gives them. The model of `kit.studies.scaling.model` does the rest, for one to many devices. The
-batch of a device stays the same, so the global batch grows with the devices. Each time has its range, and each count
-names the limit that decides and whether the run fits the device. Counts that were measured stand beside their
-prediction from fewer devices, with ratio = measured / predicted.
+`kit.predict_speed` gives them, and of a card prices every count by itself from the same dry run. Else the model of
+`kit.studies.scaling.model` does the rest, for one to many devices. The batch of a device stays the same, so the global
+batch grows with the devices. Each time has its range, and each count names the limit that decides and whether the run
+fits the device. Counts that were measured stand beside their prediction from fewer devices, with
+ratio = measured / predicted.
 
 Validation, checkpoints, start-up and queues are not counted. Nothing is run except, where memory is asked for and not
 known, the dry runs of `kit.predict_memory`. Seconds, bytes and watt-hours are in base units.
@@ -30,7 +31,7 @@ from kit.memory.replay.estimate import MemoryEstimate
 from kit.registry import Drawable
 from kit.speed.links import Link, find_link, link_within
 from kit.studies.scaling.bill import Power, RunPrices, carbon_reasons, power_of, prices_of
-from kit.studies.scaling.measured import MeasuredScaling, measure
+from kit.studies.scaling.measured import MeasuredScaling, measure, strategy_for
 from kit.studies.scaling.model import MOST_DEVICES, Bound, Cap, Cluster, Point, Scaling, Step
 from kit.tables import html_list, html_table, text_table
 from kit.trial.directory import contents_to_run
@@ -104,7 +105,8 @@ def predict_run(
     for count in given:
         check_count("devices", count, MOST_DEVICES)
     counts = sorted({*given})
-    found = measure(runs)
+    elsewhere = any(one is not None for one in (devices_per_node, cores_per_node, within, between, strategy))
+    found = measure(runs, () if elsewhere else counts)
     training = found.config.training
     steps = training.max_steps if epochs is None else 0
     epochs = training.max_epochs if epochs is None else epochs
@@ -117,8 +119,8 @@ def predict_run(
     assert samples is not None
     found = found if strategy is None else replace(found, traffic=replace(found.traffic, strategy=strategy))
     cluster, assumed = _cluster(found, devices_per_node, cores_per_node, within, between)
-    elsewhere = any(one is not None for one in (devices_per_node, cores_per_node, within, between, strategy))
-    scaling = replace(_scaling(found, found.steps, cluster), as_measured=bool(found.trials) and not elsewhere)
+    known = bool(found.trials) or found.priced
+    scaling = replace(_scaling(found, found.steps, cluster), as_measured=known and not elsewhere)
     watts = power_of("CPU" if cluster.on_cpu else found.device, measured_watts=found.watts, given=power)
     charged = prices_of(prices)
     estimates, notes = _memories(found, counts, device, module, data) if memory else ({}, [])
@@ -137,7 +139,9 @@ def predict_run(
         name=found.config.name, rows=tuple(rows), checks=tuple(checks), caps=scaling.caps(max(counts)), epochs=epochs,
         steps=steps, samples_per_epoch=samples, batch_size=found.batch_size, prices=charged, power=watts,
         scaling=scaling,
-        reasons=(*_how(scaling), *found.reasons, *assumed, *_priced(charged), *watts.reasons, *carbon, *notes),
+        reasons=(
+            *_how(scaling, found.priced), *found.reasons, *assumed, *_priced(charged), *watts.reasons, *carbon, *notes,
+        ),
     )  # fmt: skip
 
 
@@ -203,17 +207,6 @@ def _scaling(found: MeasuredScaling, steps: Sequence[Step], cluster: Cluster) ->
     )  # fmt: skip
 
 
-def strategy_for(strategy: str, devices: int) -> str:
-    """The same idea on another number of devices: none for one; shards stay as large where they divide the number."""
-    if devices == 1:
-        return "none"
-    name, *sizes = strategy.split(":")
-    if name == "fsdp" and sizes:
-        size = int(sizes[1])
-        return f"fsdp:{devices // size}:{size}" if devices % size == 0 else "fsdp"
-    return "ddp" if name == "none" else name
-
-
 def _memories(
     found: MeasuredScaling, counts: Sequence[int], device: str | int | None, module: Any, data: Any
 ) -> tuple[dict[int, MemoryEstimate], list[str]]:
@@ -242,13 +235,15 @@ def _memories(
     return answers, []
 
 
-def _how(scaling: Scaling) -> list[str]:
+def _how(scaling: Scaling, priced: bool) -> list[str]:
     base = scaling.base
     parts = (
         f"from {base.devices} device{'s' * (base.devices > 1)}: {format_seconds(base.seconds)} a batch, "
         f"{format_seconds(base.train_seconds)} of them training, {format_seconds(base.wait_seconds)} waiting for data"
     )
     exchanged = f"{format_bytes(scaling.traffic.gradient_bytes)} of gradients are exchanged every step"
+    if priced:
+        return [parts, exchanged, "each number of devices is priced by itself, as kit.predict_speed does"]
     if not scaling.fitted:
         return [parts, exchanged, "one count was measured: how devices slow each other is by formula"]
     counts = ", ".join(str(step.devices) for step in scaling.steps)
