@@ -11,7 +11,7 @@ import zarr
 from test_data_people_have import DIMS, SHAPE, assert_same, built, grid, in_a_file, of_two, streamed
 
 from kit.data.open_dataset import open_dataset
-from kit.errors import StoreError
+from kit.errors import KitWarning, StoreError
 
 
 def virtual(folder):
@@ -82,7 +82,8 @@ def test_lengths_of_time_are_no_data(tmp_path):
     for number, given in enumerate([dataset, str(tmp_path / "a.zarr")]):
         assert_same(streamed(given), {"t": grid()})
         assert set(open_dataset(given).left_out) == {"waited"}
-        assert_same(built(given, tmp_path / f"{number}.zarr").data_vars, {"t": grid()})
+        with pytest.warns(KitWarning, match="Left out: waited"):
+            assert_same(built(given, tmp_path / f"{number}.zarr").data_vars, {"t": grid()})
 
 
 @pytest.mark.filterwarnings("ignore:Duplicate name")  # xarray writes the group's metadata twice
