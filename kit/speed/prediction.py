@@ -458,6 +458,10 @@ class SpeedEstimate(Drawable):
     lacks_bytes: int = 0
     """That the device has too little memory for it by what `kit.predict_memory` says; 0 where it fits, or not known."""
 
+    def __getstate__(self) -> dict[str, Any]:
+        """All but what holds the module: a pickled estimate answers for its own devices."""
+        return {**vars(self), "on_devices": None}
+
     @property
     def step_seconds(self) -> float:
         """Of one optimizer step."""

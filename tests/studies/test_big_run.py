@@ -4,6 +4,7 @@ import csv
 import dataclasses
 import io
 import math
+import pickle
 
 import pytest
 
@@ -226,6 +227,8 @@ def test_before_any_trial_predicted_speeds_give_the_run(config):
         row = predict_run(one, devices=[1, 16], memory=False).row(16)
         assert row.total_seconds == pytest.approx(across)
         assert row.low_seconds < across < row.high_seconds
+    kept = pickle.loads(pickle.dumps(speeds[0]))
+    assert predict_run(kept, devices=[1, 16], memory=False).row(1).total_seconds == run.row(1).total_seconds
     both = predict_run(speeds, devices=[1, 2, 4], memory=False)
     assert not both.checks, "nothing was measured"
     assert both.row(2).total_seconds == pytest.approx(1000 * speeds[1].step_seconds, rel=0.05)
