@@ -144,13 +144,10 @@ def levers_figure(check: LeversCheck) -> Figure:
             words = "did not run" if measured is None else format_bytes(measured) + ratio
             look.note(memory, (max(measured or 0, predicted or 0) / _MIB, row), words)
             if (fast := step.samples_per_second) is not None:
-                in_turn = check.speed_fraction(step) if step.tried is not None else None
-                first = steps[0].samples_per_second
-                words = ""
-                if in_turn is not None and first is not None:  # one run alone may say the opposite of runs in turn
-                    fast = first * in_turn
-                    is_alike = step.tried is not None and step.tried.is_alike
-                    words = " · no difference" if is_alike else f" · × {in_turn:.2f}"
+                first, tried, words = steps[0].samples_per_second, step.tried, ""
+                if tried is not None and first and (in_turn := check.speed_fraction(step)) is not None:
+                    fast = first * in_turn  # one run alone may say the opposite of runs in turn
+                    words = " · no difference" if tried.is_alike else f" · × {in_turn:.2f}"
                 speed.barh(row, fast, height=0.42, color=look.GREEN)
                 look.note(speed, (fast, row), f"{fast:,.1f}{words}")
         for axes in (memory, speed):

@@ -32,6 +32,7 @@ from kit.train.choices import (
     strategy_entry,
     upload_entries,
     validates_by,
+    validation_interval,
 )
 from kit.units import plural
 from kit.yaml_text import COMMITTED
@@ -145,14 +146,12 @@ def _sections(job: Job) -> dict[str, Any]:
 
 def _validation(job: Job) -> dict[str, Any]:
     """A run of so many steps may end within its first epoch, before whose end Lightning validates nothing."""
-    every = job.config.trial.validate_every_steps
-    if not (every and job.config.training.max_steps) or validates_by(job.flags):
+    interval = validation_interval(job.config)
+    if not interval or not job.config.training.max_steps or validates_by(job.flags):
         return {}
-    batches = Noted(
-        every * job.config.levers.accumulate_grad_batches,
-        f"every {plural(every, 'step')}, as its trial validates: trial.validate_every_steps",
-    )
-    return {"val_check_interval": batches, "check_val_every_n_epoch": None}
+    every = plural(job.config.trial.validate_every_steps, "step")
+    why = f"every {every}, as its trial validates: trial.validate_every_steps"
+    return {**interval, "val_check_interval": Noted(interval["val_check_interval"], why)}
 
 
 def _noted(job: Job, path: str, value: Any) -> Any:

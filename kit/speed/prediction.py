@@ -128,8 +128,7 @@ def predict_speed(
     )  # fmt: skip
     lacks_bytes = 0
     if not strategy.startswith("fsdp"):  # of shards the step of one device does not tell
-        memory = estimate_here(query, recording, target)
-        lacks_bytes = max(0, memory.total_bytes[0] - memory.capacity_bytes) if memory.verdict == "does not fit" else 0
+        lacks_bytes = estimate_here(query, recording, target).lacks_bytes
 
     def again(count: int, shared_by: str) -> SpeedEstimate | None:
         """On another number of cards: of one device there is a step, of several what is added to it is known."""

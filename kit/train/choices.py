@@ -257,6 +257,13 @@ def trainer_flags(given: object, config: Config, manual: bool = False) -> dict[s
     return flags
 
 
+def validation_interval(config: Config) -> dict[str, Any]:
+    """The Trainer's arguments that validate after every so many steps; none where the config says no number."""
+    if not (every := config.trial.validate_every_steps):
+        return {}
+    return {"val_check_interval": every * config.levers.accumulate_grad_batches, "check_val_every_n_epoch": None}
+
+
 def validates_by(flags: Mapping[str, Any]) -> bool:
     """Whether arguments of the Trainer have a trial validate."""
     return any(flags.get(name) for name in VALIDATES)

@@ -51,7 +51,7 @@ from kit.errors import ConfigError, HardwareError, Problem, warn_caller
 from kit.events import EventWriter
 from kit.sections import Hardware
 from kit.train.callbacks import WholeEpochs
-from kit.train.choices import Stage, asked_stages, length_of, strategy_entry, validates_by
+from kit.train.choices import Stage, asked_stages, length_of, strategy_entry, validates_by, validation_interval
 from kit.train.fsdp import check_shards
 from kit.train.levers import instantiate, lever_callbacks
 
@@ -277,12 +277,10 @@ def make_trainer(
 
 def _validation(config: Config, flags: Mapping[str, Any]) -> dict[str, Any]:
     """Nothing is validated unless the config or a flag says when."""
-    every, sanity = config.trial.validate_every_steps, config.trial.sanity_batches
-    most = {"limit_val_batches": config.trial.validation_batches, "num_sanity_val_steps": sanity}
-    if every:
-        batches = every * config.levers.accumulate_grad_batches
-        return {**most, "val_check_interval": batches, "check_val_every_n_epoch": None}
-    return most if validates_by(flags) else {"limit_val_batches": 0}
+    sanity, interval = config.trial.sanity_batches, validation_interval(config)
+    if not interval and not validates_by(flags):
+        return {"limit_val_batches": 0}
+    return {"limit_val_batches": config.trial.validation_batches, "num_sanity_val_steps": sanity, **interval}
 
 
 def _environment(world_size: int) -> ClusterEnvironment:

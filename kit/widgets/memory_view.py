@@ -219,8 +219,8 @@ class CardAnswer:
             return "…"
         parts: list[str] = ["fits if guessed right" if self.estimate.verdict == "fits if" else self.estimate.verdict]
         if self.estimate.verdict == "does not fit":
-            excess_bytes = self.estimate.total_bytes[0] - self.estimate.capacity_bytes
-            parts.append(f"{format_bytes(excess_bytes)} too much" if excess_bytes > 0 else "too fragmented")
+            lacks_bytes = self.estimate.lacks_bytes
+            parts.append(f"{format_bytes(lacks_bytes)} too much" if lacks_bytes else "too fragmented")
         if self.largest_batch is not None:
             least = " or more" if self.largest_batch >= MOST_SAMPLES else ""
             found = f"largest batch {min(self.largest_batch, MOST_SAMPLES)}{least}"

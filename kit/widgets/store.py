@@ -146,7 +146,7 @@ class StoreView:
 
 def find_out(config: Config, source: Any = None) -> StoreFacts:
     """Plan and store of a config, built from the source given if there is one; errors are among the facts."""
-    from kit.data.build.layout import plan_chunks, price_store
+    from kit.data.build.layout import in_folders, plan_chunks, price_store
     from kit.data.open_dataset import open_dataset
 
     facts = StoreFacts(config=config)
@@ -164,9 +164,9 @@ def find_out(config: Config, source: Any = None) -> StoreFacts:
             (facts.plan.chosen,) if facts.dataset is None else price_store(config, facts.dataset, with_network=True)
         )
         if facts.dataset is not None:
-            here = price_store(config, facts.dataset)
+            facts.in_folder = in_folders(config)
+            here = price_store(config, facts.dataset) if facts.in_folder else facts.costs
             facts.loading_seconds = sum(cost.seconds_per_batch for cost in here)
-            facts.in_folder = here != facts.costs  # the network is all that differs
     except Exception as error:  # a source is the user's own code
         facts.problem = error_words(error)
     return facts

@@ -41,25 +41,25 @@ def test_a_slider_turns_the_argument_of_the_form_once(form):
     assert heard == [form.config]
 
 
-def test_model_and_data_that_go_together_change_in_one_step():
-    base = Config().replace(
-        {"model.target": "kit.models:GPT", "model.arguments": TOKENS, "data.arguments": {"context": 16}}
-    )
-    form, heard = ConfigForm(base), []
+def with_tokens():
+    """A form whose data follows its model, its dials, and the configs that were heard of."""
+    arguments = {"model.arguments": TOKENS, "data.arguments": {"context": 16}}
+    form, heard = ConfigForm(Config().replace({"model.target": "kit.models:GPT", **arguments})), []
     view = DialsView(form, data="kit.models:Tokens")
     form.on_change(heard.append)
+    return form, view, heard
+
+
+def test_model_and_data_that_go_together_change_in_one_step():
+    form, view, heard = with_tokens()
     view.fields["context"].value = 32
     assert (form.config.model.arguments["context"], form.config.data.arguments["context"]) == (32, 32)
     assert len(heard) == 1
 
 
 def test_the_data_follows_what_is_typed_into_the_arguments_too():
-    base = Config().replace(
-        {"model.target": "kit.models:GPT", "model.arguments": TOKENS, "data.arguments": {"context": 16}}
-    )
-    form, heard = ConfigForm(base), []
-    view = DialsView(form, data="kit.models:Tokens")
-    form.on_change(heard.append)
+    form, view, heard = with_tokens()
+    base = form.config
     form.controls["model.arguments"].value = json.dumps({**TOKENS, "width": 64, "context": 32})
     assert form.config.data.arguments == {"context": 32}
     assert len(heard) == 1

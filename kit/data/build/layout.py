@@ -112,7 +112,7 @@ def _plan(config: Config, geometry: _Geometry, order: Order | None) -> ChunkPlan
         largest_object_bytes=chunking.largest_object_bytes, readers=chunking.readers,
         play=cache(partial(_played_layout, config, geometry)),
     )  # fmt: skip
-    return replace(plan, reasons=(*plan.reasons, _FOR_A_BUCKET)) if _in_folders(config) else plan
+    return replace(plan, reasons=(*plan.reasons, _FOR_A_BUCKET)) if in_folders(config) else plan
 
 
 def _played_layout(
@@ -348,7 +348,7 @@ def _played(config: Config, dataset: Dataset, world_size: int, batches: int | No
     plan, kept = sample_plan(config, dataset, world_size), ReadCache.of(config.cache)
     how = {"compression_ratio": config.chunking.compression_ratio or 1.0} | how
     reading = _reading(
-        config, plan, batches, entries=None if kept is None or _in_folders(config) else _current_entries(kept),
+        config, plan, batches, entries=None if kept is None or in_folders(config) else _current_entries(kept),
         shared=kept is not None and bool(kept.folder), **how,
     )  # fmt: skip
     return expect(dataset, dataset.select(config.data.variables), plan, reading)
@@ -361,7 +361,7 @@ def _reading(config: Config, plan: SamplePlan, batches: int | None = None, array
     return Reading(
         batches=most if batches is None else min(batches, most),
         ahead=loader.batches_ahead + (loader.prefetch_factor if loader.num_workers else 0), processes=processes,
-        coalescing=replace(network_of(config), in_folder=_in_folders(config)).coalescing,
+        coalescing=replace(network_of(config), in_folder=in_folders(config)).coalescing,
         joins=loader.batches_ahead,
         cache_bytes=loader.cache_bytes // each,
         memory_bytes=loader.memory_bytes // each,
@@ -369,7 +369,7 @@ def _reading(config: Config, plan: SamplePlan, batches: int | None = None, array
     )  # fmt: skip
 
 
-def _in_folders(config: Config) -> bool:
+def in_folders(config: Config) -> bool:
     """Whether all that a config names lies on this machine."""
     return all(local_folder(url) is not None for url in (config.data.url, *config.data.more))
 
@@ -424,7 +424,7 @@ def price_store(
         info = dataset.arrays[chosen.name]  # one that is repeated along a dimension is read as it is stored
         cut = (info.chunk, info.shard or (), info.dtype.itemsize, info.stored_shape)
         alike.setdefault(cut, []).append((info, asked))
-    network = replace(network_of(config), in_folder=_in_folders(config))
+    network = replace(network_of(config), in_folder=in_folders(config))
     if network.in_folder and not with_network:
         network = Network(
             latency_seconds=0.0, bandwidth_bytes_per_second=math.inf, requests_in_flight=network.requests_in_flight,

@@ -519,23 +519,25 @@ def largest_samples(loader: DataLoader[Any], batch_size: int = 1) -> Samples:
     samples = iter(dataset) if total is None else _spread_over(dataset, loader, total)
     sizes: dict[Sizes, Any] = {}
     looked: list[int] = []
-    for sample in within(samples, FIRST_SAMPLES, LOOK_SECONDS):
+
+    def look(sample: Any) -> None:
         sizes.setdefault(size := _sizes(sample), sample)
         looked.append(_numel(size))
+
+    for sample in within(samples, FIRST_SAMPLES, LOOK_SECONDS):
+        look(sample)
     if not sizes:
         raise ConfigError([Problem("data", "the loader yields no samples; there must be one to look at")])
     if len(sizes) == 1:  # a long one in a hundred may not be among them
         for sample in within(samples, total or _ENDLESS, _QUICK_SECONDS):
-            sizes.setdefault(size := _sizes(sample), sample)
-            looked.append(_numel(size))
+            look(sample)
             if len(sizes) > 1:
                 break
     if len(sizes) == 1:
         return Samples([*sizes.values()])
     smallest = min(sizes.items(), key=lambda item: _numel(item[0]))[1]
     for sample in within(samples, total or _ENDLESS, SCAN_SECONDS):
-        sizes.setdefault(size := _sizes(sample), sample)
-        looked.append(_numel(size))
+        look(sample)
         if len(sizes) > 4 * _MOST_CANDIDATES:  # keep the largest only, so that a scan holds a few samples
             kept = dict(_candidates(sizes))
             sizes = {size: sample for size, sample in sizes.items() if size in kept}

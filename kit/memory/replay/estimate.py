@@ -128,6 +128,11 @@ class MemoryEstimate(Drawable):
         return self.verdict == "fits"
 
     @property
+    def lacks_bytes(self) -> int:
+        """That the device has too little memory by, at least; 0 where it may fit, or memory is only too fragmented."""
+        return max(0, self.total_bytes[0] - self.capacity_bytes) if self.verdict == "does not fit" else 0
+
+    @property
     def may_fit(self) -> bool:
         """Whether the verdict is `fits` or `fits if`."""
         return self.verdict in ("fits", "fits if")

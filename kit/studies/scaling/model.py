@@ -317,12 +317,12 @@ class Scaling:
         found = []
         for step in self.steps:
             (hidden, whole), spent = self._exchange_bounds(step.devices), step.communication_seconds
-            if 0 < spent <= hidden:
-                found.append(spent / hidden)
-            elif 0 < spent <= whole:
-                found.append(1 + (spent - hidden) / (whole - hidden))
-            elif whole > 0:
-                found.append(1 + spent / whole if spent > whole else 0.0)
+            if whole <= 0:
+                continue
+            if spent <= hidden:
+                found.append(spent / hidden if hidden else 0.0)
+            else:
+                found.append(1 + (spent / whole if spent > whole else (spent - hidden) / (whole - hidden)))
         return statistics.median(found or [1.0])
 
     @property
