@@ -38,6 +38,7 @@ from kit.data.patches.module import EpochData, PatchData
 from kit.data.rows.loader import RowData
 from kit.errors import ConfigError, Problem
 from kit.memory.record.truth import SPARSE_LAYOUTS
+from kit.memory.record.value_sizes import note_bounds
 from kit.memory.replay.replay import DIFFERING, ON_AVERAGE
 from kit.units import format_bytes
 
@@ -110,7 +111,7 @@ def _from_samples(loader: DataLoader[Any], size: int) -> Batches:
         return describe(collate(chosen[:count] if count < few else chosen), count)
 
     if size <= few + 2:
-        return replace(collated(size), notes=samples.notes)
+        return _ones_kept(replace(collated(size), notes=samples.notes), _singly(loader))
     probes = [collated(few + extra) for extra in (0, 1, 2)] if few > 1 else [collated(count) for count in (2, 3, 4)]
     grown = _extrapolated(probes, size)
     if grown is None:  # the batch does not simply grow with its samples: collate all of them, when they fit
@@ -123,7 +124,29 @@ def _from_samples(loader: DataLoader[Any], size: int) -> Batches:
             )
             raise ConfigError([Problem("data", message)])
         grown = collated(size)
-    return replace(grown, notes=samples.notes + grown.notes)
+    return _ones_kept(replace(grown, notes=samples.notes + grown.notes), _singly(loader))
+
+
+def _singly(loader: DataLoader[Any]) -> Iterator[Batches]:
+    """Samples from all over the data set, each as a batch."""
+    data: Any = loader.dataset
+    samples = iter(data) if isinstance(data, IterableDataset) else _spread_over(data, loader, len(data))
+    for sample in within(samples, FIRST_SAMPLES, LOOK_SECONDS):
+        yield describe(loader.collate_fn([sample]))
+
+
+def _ones_kept(found: Batches, looked: Iterable[Batches]) -> Batches:
+    """`found`, of whose tensors of ones those stay known that are of ones in every batch of `looked` too: none where
+    sizes differ, since shorter samples are padded and masked."""
+    known = [item.is_ones and not found.notes for item in found.tensors]
+    if any(known):
+        try:
+            for batch in looked:
+                known = [one and item.is_ones for one, item in zip(known, batch.tensors, strict=True)]
+        except Exception:  # the loader's own function may take no fewer than a batch
+            known = [False] * len(known)
+    tensors = tuple(replace(item, is_ones=one) for item, one in zip(found.tensors, known, strict=True))
+    return replace(found, tensors=tensors)
 
 
 def _collatable(loader: DataLoader[Any], size: int) -> Samples:
@@ -167,7 +190,7 @@ def _extrapolated(probes: Sequence[Batches], size: int) -> Batches | None:
             fits = added is not None and len(values) + more * len(added) <= LARGEST_CONSTANT
             values = torch.cat([values, added.repeat(more)]) if fits and added is not None else None
         shape = tuple(a + more * step for a, step in zip(small.shape, steps, strict=True))
-        grown.append(TensorShape(shape, small.dtype, values))
+        grown.append(TensorShape(shape, small.dtype, values, small.is_ones and middle.is_ones and large.is_ones))
     return replace(first, tensors=tuple(grown), batch_size=size)
 
 
@@ -193,12 +216,12 @@ def _from_batches(loader: Any, batch_size: int | None) -> Batches:
         batches.close()  # it may hold threads or files
     if not looked:
         raise ConfigError([Problem("data", "the loader yields no batch; there must be one to look at")])
-    found = _elementwise_largest(looked)
+    found = _ones_kept(_elementwise_largest(looked), looked)
     own = found.batch_size
     if batch_size is None or batch_size == own:
         return found
     tensors = tuple(
-        TensorShape((batch_size, *item.shape[1:]), item.dtype) if item.shape[:1] == (own,) else item
+        replace(item, shape=(batch_size, *item.shape[1:]), values=None) if item.shape[:1] == (own,) else item
         for item in found.tensors
     )
     note = f"the loader makes whole batches of {own}: sizes of {own} were taken for its own"
@@ -362,6 +385,8 @@ class TensorShape:
     shape: tuple[int, ...]
     dtype: torch.dtype
     values: Tensor | None = None
+    is_ones: bool = False
+    """Whether all its numbers are 1, as of a mask that hides nothing, in every batch that was looked at."""
 
     def make(self) -> Tensor:
         """A tensor of this shape: fake where fake tensors are made, else with the numbers kept, or random ones."""
@@ -369,7 +394,9 @@ class TensorShape:
         if not isinstance(made, FakeTensor):
             if self.values is not None:
                 return made.copy_(self.values)
-            return made.normal_() if self.dtype.is_floating_point else made.fill_(self.dtype is torch.bool)
+            if self.dtype.is_floating_point:
+                return made.normal_()
+            return made.fill_(self.is_ones or self.dtype is torch.bool)
         if self.values is not None:
             with unset_fake_temporarily():
                 values = self.values.clone()  # for code that writes to its batch
@@ -377,11 +404,14 @@ class TensorShape:
             made.constant = values
             converter.set_tensor_memo(values, made)
             converter.add_constant_storage_mapping(made)
+        elif self.is_ones:
+            note_bounds(made, 1, 1)
         return made
 
     def first(self, count: int) -> TensorShape:
         """The same for the first samples alone."""
-        return TensorShape((count, *self.shape[1:]), self.dtype, None if self.values is None else self.values[:count])
+        values = None if self.values is None else self.values[:count]
+        return replace(self, shape=(count, *self.shape[1:]), values=values)
 
 
 @dataclass(frozen=True)
@@ -448,10 +478,11 @@ def describe(batch: Any, batch_size: int | None = None, whole: bool = False) -> 
         raise ConfigError([Problem("data", message)]) from error
     tensors = tuple(
         TensorShape(
-            tuple(tensor.shape), tensor.dtype, tensor.detach().clone() if whole or _is_small_count(tensor) else None
+            tuple(tensor.shape), tensor.dtype, tensor.detach().clone() if whole or _is_small_count(tensor) else None,
+            _is_of_ones(tensor),
         )
         for tensor in writer.tensors
-    )
+    )  # fmt: skip
     if batch_size is None:
         batch_size = samples_in(batch) or next((item.shape[0] for item in tensors if item.shape), 1)
     return Batches(file.getvalue(), tensors, batch_size)
@@ -482,6 +513,14 @@ def samples_in(batch: Any) -> int | None:
 def _is_small_count(tensor: Tensor) -> bool:
     whole = tensor.dtype in (torch.int64, torch.int32, torch.bool)
     return whole and tensor.numel() <= LARGEST_CONSTANT and tensor.dim() <= 1
+
+
+def _is_of_ones(tensor: Tensor) -> bool:
+    """Whether it may be a mask, and hides nothing."""
+    is_plain = type(tensor) is Tensor and tensor.layout is torch.strided and not (tensor.is_meta or tensor.is_nested)
+    if not is_plain or tensor.is_floating_point() or tensor.is_complex() or tensor.dim() < 2 or not tensor.numel():
+        return False
+    return bool((tensor == 1).all())
 
 
 LOOK_SECONDS = 0.5

@@ -61,7 +61,7 @@ from lightning.pytorch.strategies import ParallelStrategy
 from lightning.pytorch.trainer import call
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
+from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.autograd.graph import save_on_cpu
 from torch.distributed import distributed_c10d
 from torch.nn.parameter import is_lazy
@@ -86,7 +86,7 @@ from kit.memory.record.batches import (
 from kit.memory.record.fake_mode import FakeMode, imports_with_numbers, rules_found_once
 from kit.memory.record.fakes import FakeValues, fake_values, not_traced, saving_shapes
 from kit.memory.record.recorder import BlockRecorder, Observer
-from kit.memory.record.value_sizes import DRAWN, WRITTEN
+from kit.memory.record.value_sizes import BOUNDED, WRITTEN, note_bounds, same_number
 from kit.memory.record.workspace import Workspaces, eight_bit_on_fakes
 from kit.memory.replay.replay import DIFFERING, NOTHING_TRAINED, STEPS, UPPER_BOUND, Recording, replay
 from kit.memory.replay.snapshot import line_of
@@ -577,14 +577,15 @@ def _concluding(truth_of: Callable[[tuple[Any, ...]], bool | None]) -> Observer:
 
     def observe(args: tuple[Any, ...], out: Any) -> None:
         truth = truth_of(args)
-        if truth is not None and isinstance(out, FakeTensor):
-            out.kit_truth = truth  # type: ignore[attr-defined]
+        if truth is not None:
+            note_bounds(out, truth, truth)
 
     return observe
 
 
 def _truth(value: Any) -> bool | None:
-    return getattr(value, "kit_truth", None)
+    number = same_number(value)
+    return None if number is None else bool(number)
 
 
 def _is_infinite(value: Any) -> bool:
@@ -616,17 +617,13 @@ FINITE_CHECKS: dict[Any, Observer] = {
     **dict.fromkeys((aten.mul.Tensor, aten.bitwise_and.Tensor, aten.logical_and.default), _concluding(_both)),
     **dict.fromkeys((aten.bitwise_or.Tensor, aten.logical_or.default), _concluding(_either)),
     **dict.fromkeys((aten.bitwise_not.default, aten.logical_not.default), _concluding(_not)),
-    **dict.fromkeys(
-        (aten.all.default, aten.any.default, aten.clone.default, aten.detach.default),
-        _concluding(lambda args: _truth(args[0])),
-    ),
 }
 """Operators that check whether numbers are finite, for a recorder to observe: in a dry run all numbers are.
 
 A module that stops at a loss that is not finite must not stop where no loss is a number. A condition that follows from
-"no NaN, no infinity" alone is known without numbers: it is written on the fake tensor as `kit_truth`, passed on by not,
+"no NaN, no infinity" alone is known without numbers: it is written on the fake tensor as its bounds, passed on by not,
 and, or, all and any, and read by `kit.memory.record.fakes`. Of other conditions, those are known that hold for all
-numbers drawn (`DRAWN`).
+numbers within their bounds (`BOUNDED`).
 """
 
 
@@ -638,7 +635,7 @@ def _one_after_another(*observers: Observer) -> Observer:
     return observe
 
 
-_CHECKS = (FINITE_CHECKS, WRITTEN, DRAWN)
+_CHECKS = (FINITE_CHECKS, WRITTEN, BOUNDED)
 VALUE_CHECKS: dict[Any, Observer] = {
     operator: _one_after_another(*(checks[operator] for checks in _CHECKS if operator in checks))
     for operator in set().union(*_CHECKS)

@@ -68,6 +68,7 @@ from kit.memory.record.value_sizes import (
     composite_kernels,
     lazy_parameters,
     nonzeros,
+    same_number,
     shape_kernels,
 )
 from kit.memory.replay.replay import GUESSED_CONDITION, MASKED, UPPER_BOUND
@@ -135,8 +136,11 @@ class FakeValues:
         if tensor.constant is not None:
             with unset_fake_temporarily():
                 return tensor.constant.item()
+        number = same_number(tensor)
         if tensor.dtype is torch.bool:
-            return self._condition(getattr(tensor, "kit_truth", None))
+            return self._condition(None if number is None else bool(number))
+        if number is not None:
+            return number if tensor.is_floating_point() else int(number)
         place = _place()
         if tensor.is_floating_point() or tensor.is_complex():
             if not place and (optimizer := _place(of_optimizers=True).partition(":")[0]):
@@ -634,8 +638,14 @@ def not_traced(answers: FakeValues) -> Iterator[None]:
         if not isinstance(value, FakeTensor) or value.constant is not None:
             return False
         if not value.is_floating_point():
-            answers.notes.setdefault(f"{MASKED}of ones alone, transformers goes without it and may hold less")
-            return True
+            hides_nothing = same_number(value) == 1
+            kind = (
+                "nothing, as in each sample looked at: with padding attention may hold more"
+                if hides_nothing
+                else "something: of ones alone, transformers goes without it and may hold less"
+            )
+            answers.notes.setdefault(MASKED + kind)
+            return not hides_nothing
         is_long = min(value.shape[1:], default=0) > _LONGEST_LOOP  # steps or channels, in either order
         if is_long:
             answers.notes.setdefault(

@@ -50,6 +50,7 @@ from typing_extensions import override
 from kit.confinement.stand_ins import overridden
 from kit.memory.record.fake_mode import FakeMode, plainly
 from kit.memory.record.truth import SPARSE_LAYOUTS, sparse_parts
+from kit.memory.record.value_sizes import bounds, note_bounds
 from kit.memory.record.workspace import OF_NODES
 from kit.memory.replay.replay import CATEGORIES, EVALUATIONS, NO_CALL, PHASES, Recording
 from kit.memory.replay.snapshot import owner_here
@@ -291,6 +292,8 @@ class BlockRecorder(TorchDispatchMode):
         finally:
             self._has_left = before
         copy.constant = getattr(tensor, "constant", None)  # type: ignore[attr-defined]
+        if (known := bounds(tensor)) is not None:
+            note_bounds(copy, *known)
         return copy
 
     def has_left(self, tensor: Tensor) -> bool:

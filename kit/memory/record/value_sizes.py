@@ -11,7 +11,8 @@ a GPU as `kit.memory.record.cuda` says), and the CTC loss.
 `WRITTEN` observes how many numbers of a tensor can be other than 0: those that were written to zeros, as in a mask of
 random places. `nonzeros` says it, as long as nothing else has written there.
 
-`DRAWN` observes numbers that are drawn uniformly: they lie in [0, 1), by which some comparisons are known.
+`BOUNDED` observes tensors of which it is known between which numbers all of theirs lie: those that are drawn uniformly
+are in [0, 1), those of a mask that hides nothing are all 1. By these bounds some comparisons are known.
 
 `adaptive_softmax` is for a layer that sorts its rows into clusters by their targets and counts them afterwards.
 
@@ -128,6 +129,8 @@ def shape_kernels(assume: Assume) -> dict[Any, Callable[..., Any]]:
 
 def nonzeros(tensor: Any) -> tuple[int, bool] | None:
     """How many numbers of a fake tensor are other than 0, and whether just so many or at most; None if not known."""
+    if (number := same_number(tensor)) is not None:
+        return tensor.numel() * bool(number), True
     if "kit_nonzeros" not in (known := vars(tensor)):
         return None
     count, is_exact, version = known["kit_nonzeros"]
@@ -214,34 +217,78 @@ WRITTEN: dict[Any, Callable[[tuple[Any, ...], Any], None]] = {
 """What a recorder calls after operators that make numbers of which is known whether they are 0, write or carry them."""
 
 
-def _drawn(_args: tuple[Any, ...], out: Any) -> None:
+# -- between which numbers all lie
+
+
+def bounds(tensor: Any) -> tuple[float, float] | None:
+    """The least and the greatest that a number of a fake tensor can be; None if not known."""
+    if "kit_bounds" not in (known := getattr(tensor, "__dict__", {})):
+        return None
+    least, greatest, version = known["kit_bounds"]
+    return (least, greatest) if version == _version(tensor) else None
+
+
+def same_number(tensor: Any) -> float | None:
+    """What all numbers of a fake tensor are; None if they differ or nobody knows."""
+    least, greatest = bounds(tensor) or (0, 1)
+    return least if least == greatest else None
+
+
+def note_bounds(out: Any, least: float, greatest: float, version: int | None = None) -> None:
+    """Write on a fake tensor between which numbers all of its own lie, until it is written to."""
     if isinstance(out, FakeTensor):
-        out.kit_drawn = _version(out)  # type: ignore[attr-defined]
+        out.kit_bounds = least, greatest, _version(out) if version is None else version  # type: ignore[attr-defined]
+
+
+def _drawn(_args: tuple[Any, ...], out: Any) -> None:
+    note_bounds(out, 0.0, _GREATEST)
+
+
+def _within_bounds(args: tuple[Any, ...], out: Any) -> None:
+    """The result has some numbers of the argument, or all."""
+    source = args[0]
+    if (known := bounds(source)) is None or not isinstance(out, FakeTensor):
+        return
+    if out.dtype is source.dtype or known[0] == known[1]:  # others may be rounded to beyond a bound
+        shares = out.untyped_storage()._cdata == source.untyped_storage()._cdata
+        note_bounds(out, *known, _version(source if shares else out))
 
 
 def _same_for_all(compare: Callable[[float, float], bool]) -> Callable[[tuple[Any, ...], Any], None]:
-    """Write the truth of a comparison with a number where it is the same for the least and the greatest drawn."""
+    """Write the truth of a comparison with a number where it is the same for the least and the greatest."""
 
     def observe(args: tuple[Any, ...], out: Any) -> None:
         values, number = args
-        if vars(values).get("kit_drawn") == _version(values):
-            least, greatest = (bool(compare(drawn, number)) for drawn in (0.0, _GREATEST))
+        if (known := bounds(values)) is not None:
+            least, greatest = (bool(compare(bound, number)) for bound in known)
             if least == greatest:
-                out.kit_truth = least
+                note_bounds(out, least, greatest)
 
     return observe
 
 
 _GREATEST = math.nextafter(1.0, 0.0)
-DRAWN: dict[Any, Callable[[tuple[Any, ...], Any], None]] = {
+BOUNDED: dict[Any, Callable[[tuple[Any, ...], Any], None]] = {
     **dict.fromkeys((aten.rand.default, aten.rand.generator, aten.rand_like.default), _drawn),
+    **dict.fromkeys(
+        (aten.view.default, aten._unsafe_view.default, aten.unsqueeze.default, aten.squeeze.dim, aten.t.default,
+         aten.transpose.int, aten.permute.default, aten.expand.default, aten.slice.Tensor, aten.select.int,
+         aten.index.Tensor, aten.clone.default, aten.detach.default, aten._to_copy.default),
+        _within_bounds,
+    ),
+    **dict.fromkeys(
+        (aten.all.default, aten.all.dim, aten.any.default, aten.any.dim),
+        lambda args, out: _within_bounds(args, out) if out.numel() else None,
+    ),
+    aten.eq.Scalar: _same_for_all(operator.eq),
+    aten.ne.Scalar: _same_for_all(operator.ne),
     aten.lt.Scalar: _same_for_all(operator.lt),
     aten.le.Scalar: _same_for_all(operator.le),
     aten.gt.Scalar: _same_for_all(operator.gt),
     aten.ge.Scalar: _same_for_all(operator.ge),
-}
-"""What a recorder calls after operators that draw numbers from [0, 1) or compare them: `torch.rand([]) < 0.0`, by which
-a layer that is never dropped asks whether it is, is False."""
+}  # fmt: skip
+"""What a recorder calls after operators that draw numbers from [0, 1), carry or compare those whose bounds are known:
+`torch.rand([]) < 0.0`, by which a layer that is never dropped asks whether it is, is False."""
 
 
 @contextlib.contextmanager

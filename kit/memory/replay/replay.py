@@ -147,8 +147,8 @@ NOTHING_TRAINED = "nothing is trained: "
 """What a note begins with that says why no weight changes."""
 DIFFERING = ("samples differ in size: ", "batches differ in size: ")
 """What a note begins with that says how large a batch was taken to be: most batches are smaller."""
-MASKED = "a mask is taken to hide something: "
-"""What a note begins with where a step would hold less with a mask of ones alone."""
+MASKED = "a mask is taken to hide "
+"""What a note begins with where a step holds more or less with another mask than the one it was predicted with."""
 ON_AVERAGE = "; on average a batch is {:.2f} of that"
 """How such a note ends where the sizes of others are known."""
 _PLAIN = ("names", "batch_starts", "batch_size", "rounding_bytes", "facts", "calls")

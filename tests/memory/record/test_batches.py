@@ -144,6 +144,38 @@ def test_whole_batches_are_rescaled_along_the_sizes_of_their_samples():
     assert "whole batches of 8" in found.notes[0]
 
 
+def masked(*hidden):
+    """Samples of equal length, of which one in ten may hide its end."""
+    masks = torch.ones(100, 6, dtype=torch.int64)
+    for index in hidden:
+        masks[index, -2:] = 0
+    return [{"ids": torch.zeros(6, dtype=torch.int64), "mask": mask} for mask in masks]
+
+
+@pytest.mark.parametrize("size", [2, 16])
+def test_a_mask_is_known_to_hide_nothing_where_no_sample_hides_anything(size):
+    def ones(samples):
+        return [item.is_ones for item in look_at(DataLoader(Items(samples), batch_size=size)).tensors]
+
+    assert ones(masked()) == [False, True]
+    assert ones(masked(*range(3, 100, 10))) == [False, False]
+    longer = {"ids": torch.zeros(8, dtype=torch.int64), "mask": torch.ones(8, dtype=torch.int64)}
+    loader = DataLoader(Items([longer, *masked()]), batch_size=size, collate_fn=padded)
+    assert not any(item.is_ones for item in look_at(loader).tensors)
+
+
+def padded(samples):
+    return {name: pad_sequence([sample[name] for sample in samples], batch_first=True) for name in samples[0]}
+
+
+def test_a_mask_of_whole_batches_hides_nothing_where_none_of_them_does():
+    whole = DataLoader(masked(), batch_size=10)
+    found = look_at([*whole])
+    assert [item.is_ones for item in found.tensors] == [False, True]
+    assert torch.equal(found.make()[0]["mask"], next(iter(whole))["mask"])
+    assert not any(item.is_ones for item in look_at([*DataLoader(masked(15), batch_size=10)]).tensors)
+
+
 def test_batches_chosen_by_a_sampler_of_their_own_are_looked_at_whole():
     class Buckets(BatchSampler):
         def __iter__(self):

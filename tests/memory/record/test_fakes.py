@@ -11,6 +11,7 @@ from torch import nn
 from torch._subclasses import fake_impls
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
+from kit.memory.record.batches import TensorShape
 from kit.memory.record.dry_run import VALUE_CHECKS
 from kit.memory.record.fake_mode import FakeMode
 from kit.memory.record.fakes import KNOWN_NUMEL, fake_values, not_traced
@@ -342,6 +343,33 @@ def test_afterwards_torch_is_as_it_was():
     assert "to" not in vars(FakeTensor)
 
 
+def test_a_mask_of_ones_alone_answers_as_one_that_was_read(answers):
+    mask = TensorShape((512, 512), torch.int64, is_ones=True).make()
+    hides_nothing = bool((mask == 1).all())
+    also_in_part = bool(mask.bool()[:, :100].unsqueeze(1).expand(-1, 8, -1).all())
+    of_some_columns = bool(mask[:, torch.arange(9)].bool().all())
+    hides_something = bool((mask == 0).any()), bool((~mask.bool()).any())
+    number, places = mask.t()[3, 4].item(), torch.nonzero(mask[2])
+    assert (hides_nothing, also_in_part, of_some_columns, *hides_something) == (True, True, True, False, False)
+    assert number == 1
+    assert places.shape == (512, 1)
+    assert not answers.guesses
+    mask[:, 0] = torch.randint(2, (512,))
+    after_a_write = bool(mask.bool().all())
+    assert not after_a_write
+    assert len(answers.guesses) == 1
+
+
+def test_numbers_between_bounds_may_be_rounded_to_beyond_them(answers):
+    drawn = torch.rand(8)
+    is_below = bool((drawn.view(2, 4)[:, 1:] < 1.0).all())
+    assert is_below
+    assert not answers.guesses
+    is_below = bool((drawn.bfloat16() < 1.0).all())
+    assert not is_below
+    assert len(answers.guesses) == 1
+
+
 def test_a_package_that_asks_for_fake_tensors_takes_short_sequences_step_by_step(monkeypatch):
     """As transformers does for Mamba: fake tensors go another way there than real ones."""
     utils = types.ModuleType("transformers.utils.import_utils")
@@ -355,8 +383,10 @@ def test_a_package_that_asks_for_fake_tensors_takes_short_sequences_step_by_step
         assert not utils.is_fake_tensor(known)
         (of_masks,) = answers.notes
         assert of_masks.startswith(MASKED)
+        full = TensorShape((512, 512), torch.int64, is_ones=True).make()
+        assert not utils.is_fake_tensor(full)
         assert utils.is_fake_tensor(long)
-        assert len(answers.notes) == 2
+        assert [note.startswith(MASKED) for note in answers.notes] == [True, True, False]
     assert utils.is_fake_tensor is is_fake
 
 
