@@ -78,7 +78,7 @@ def explain_batch(config: Config, world_size: int, before: tuple[Config, int] | 
     accumulate = config.levers.accumulate_grad_batches
     parts = [f"{config.loader.batch_size} a device", f"{world_size} device{'s' * (world_size > 1)}"]
     parts += [f"{accumulate} accumulated"] if accumulate > 1 else []
-    text = f"a step sees {size} samples: {' × '.join(parts)}"
+    text = f"a step sees {size} sample{'s' * (size != 1)}: {' × '.join(parts)}"
     was = config.loader.batch_size if before is None else global_batch(*before)
     if size == was:
         return text

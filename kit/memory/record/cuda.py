@@ -47,7 +47,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from kit.confinement.stand_ins import replaced
 from kit.memory.record.attention import Call, attention_kernel, chooses_alike, flex_kernel
-from kit.memory.record.recorder import kernel_ran
+from kit.memory.record.fake_mode import kernel_ran
 from kit.memory.replay.cards import CARDS
 from kit.train.sequences import preferred_kernels
 

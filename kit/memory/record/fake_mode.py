@@ -28,7 +28,7 @@ from torch._library import simple_registry
 from torch._subclasses import fake_impls, fake_tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorConverter, FakeTensorMode
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._python_dispatch import _disable_current_modes, _get_current_dispatch_mode_stack
 from torch.utils._pytree import tree_leaves
 from torch.utils.weak import WeakIdKeyDictionary
 from typing_extensions import override
@@ -513,3 +513,11 @@ class FakeMode(FakeTensorMode):  # type: ignore[no-untyped-call]
             _private._set_warn_deprecated_on_mutable_data_ptr if unsafe else _private._set_throw_on_mutable_data_ptr
         )
         return make
+
+
+def kernel_ran(name: str, args: tuple[Any, ...], results: tuple[Any, ...]) -> None:
+    """Tell the recorder of an operator that nothing runs: where a kernel is emulated by what it allocates, nothing else
+    would say that it takes time."""
+    for mode in _get_current_dispatch_mode_stack():
+        if (told := getattr(mode, "kernel_ran", None)) is not None:
+            told(name, args, results)

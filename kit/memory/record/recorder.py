@@ -42,7 +42,6 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from torch.utils._python_dispatch import (
     TorchDispatchMode,
     _disable_current_modes,
-    _get_current_dispatch_mode_stack,
     is_traceable_wrapper_subclass,
 )
 from typing_extensions import override
@@ -50,7 +49,6 @@ from typing_extensions import override
 from kit.confinement.stand_ins import overridden
 from kit.memory.record.fake_mode import FakeMode, plainly
 from kit.memory.record.truth import SPARSE_LAYOUTS, sparse_parts
-from kit.memory.record.value_sizes import bounds, note_bounds
 from kit.memory.record.workspace import OF_NODES
 from kit.memory.replay.replay import CATEGORIES, EVALUATIONS, NO_CALL, PHASES, Recording
 from kit.memory.replay.snapshot import owner_here
@@ -292,8 +290,6 @@ class BlockRecorder(TorchDispatchMode):
         finally:
             self._has_left = before
         copy.constant = getattr(tensor, "constant", None)  # type: ignore[attr-defined]
-        if (known := bounds(tensor)) is not None:
-            note_bounds(copy, *known)
         return copy
 
     def has_left(self, tensor: Tensor) -> bool:
@@ -651,14 +647,6 @@ _FORWARD = [PHASE[name] for name in ("forward", *EVALUATIONS)]
 _WEIGHTS = (CATEGORY["parameters"], CATEGORY["gathered_parameters"])
 UNNAMED = -1
 """Category of a block that nobody has named yet."""
-
-
-def kernel_ran(name: str, args: tuple[Any, ...], results: tuple[Any, ...]) -> None:
-    """Tell the recorder of an operator that only a GPU has: where one is emulated by what it allocates, nothing else
-    would say that it takes time."""
-    for mode in _get_current_dispatch_mode_stack():
-        if isinstance(mode, BlockRecorder):
-            mode.kernel_ran(name, args, results)
 
 
 class Ledger:

@@ -27,12 +27,13 @@ Private parts of torch used here, all tested on its upgrade: `_meta_registration
 from __future__ import annotations
 
 import contextlib
+import functools
 import gc
 import itertools
 import math
 import operator
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -42,6 +43,7 @@ from torch.autograd import Function
 from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
 from kit.confinement.stand_ins import replaced
+from kit.memory.record.fake_mode import kernel_ran
 
 aten = torch.ops.aten
 
@@ -458,13 +460,28 @@ def _padded(
 
 
 class _Kind(NamedTuple):
-    """Of recurrent layers: gates, and numbers kept for each packed row and hidden unit beside the output."""
+    """Of recurrent layers on packed sequences."""
 
     gates: int
     kept: int
+    """Numbers kept for each packed row and hidden unit beside the output."""
+    forward: dict[str, int]
+    """Operators on the states of each step, which torch runs one after another, as its dispatcher counts them."""
+    backward: dict[str, int]
 
 
-_KINDS = {"lstm": _Kind(4, 7), "gru": _Kind(3, 7), "rnn_tanh": _Kind(1, 1), "rnn_relu": _Kind(1, 1)}
+_KINDS = {
+    "lstm": _Kind(
+        4, 7, {"add_": 1, "sigmoid_": 3, "tanh_": 1, "tanh": 1, "mul": 3},
+        {"mul": 6, "add": 3, "sigmoid_backward": 3, "tanh_backward": 2},
+    ),
+    "gru": _Kind(
+        3, 7, {"add_": 2, "sigmoid_": 2, "tanh_": 1, "mul_": 2, "add": 1, "sub": 1, "clone": 2},
+        {"mul": 4, "add": 4, "sigmoid_backward": 2, "tanh_backward": 1, "neg": 1},
+    ),
+    "rnn_tanh": _Kind(1, 1, {"tanh": 1}, {"add": 2, "tanh_backward": 1}),
+    "rnn_relu": _Kind(1, 1, {"relu": 1}, {"add": 2, "threshold_backward": 1}),
+}  # fmt: skip
 
 
 def _recurrent(kind: str, of_one_length: Callable[[], bool]) -> Callable[..., Any]:
@@ -487,8 +504,10 @@ def _recurrent(kind: str, of_one_length: Callable[[], bool]) -> Callable[..., An
         start, lasts = states[0] if kind == "lstm" else states, []
         for layer in range(layers):
             outputs = []
-            for first in range(layer * ways * each, (layer + 1) * ways * each, each):
-                output, *last = function.apply(_KINDS[kind], start[0], data, *weights[first : first + each])
+            for way in range(ways):
+                first = (layer * ways + way) * each
+                steps = counts[::-1] if way else counts
+                output, *last = function.apply(_KINDS[kind], steps, start[0], data, *weights[first : first + each])
                 outputs.append(output)
                 lasts.append(last)
             data = torch.cat(outputs, -1) if both else outputs[0]
@@ -501,15 +520,24 @@ def _recurrent(kind: str, of_one_length: Callable[[], bool]) -> Callable[..., An
 
 class _PackedLayer(Function):
     """Allocates as one direction of torch's layer on packed sequences of several lengths: the gates of all rows at
-    once, then what each step keeps; backward, the gradient of the gates twice. Measured with torch 2.13's CPU."""
+    once, then what each step keeps; backward, the gradient of the gates twice. Measured with torch 2.13's CPU. What
+    runs is told step by step, since it takes its time."""
 
     @staticmethod
-    def forward(ctx: Any, kind: _Kind, start: Tensor, data: Tensor, *weights: Tensor) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, kind: _Kind, counts: list[int], start: Tensor, data: Tensor, *weights: Tensor) -> Any:
         rows, ctx.wide = data.shape[0], weights[1].shape[0]
+        ctx.kind, ctx.counts = kind, counts
         hidden = ctx.wide // kind.gates
         gates = data.new_empty((rows, ctx.wide))
         kept, output = data.new_empty((rows, kind.kept * hidden)), data.new_empty((rows, start.shape[-1]))
+        kernel_ran("addmm", (weights[-1], data, weights[0].t()), (gates,))
         del gates
+        step = _steps_of(data, weights[1])
+        for count in counts:
+            states, wide = step(count)
+            kernel_ran("addmm", (weights[-1], states, weights[1].t()), (wide,))
+            kernel_ran("add_", (wide, wide), (wide,))
+            _ran_on(states, kind.forward)
         ctx.save_for_backward(data, kept, *weights)
         return output, start.new_empty(start.shape), start.new_empty((len(start), hidden))
 
@@ -518,8 +546,40 @@ class _PackedLayer(Function):
         data, _kept, *weights = ctx.saved_tensors
         gates = [data.new_empty((data.shape[0], ctx.wide)) for _ in range(2)]
         made = [torch.empty_like(weight) for weight in weights[1:]]
+        step = _steps_of(data, weights[1])
+        for place, count in reversed([*enumerate(ctx.counts)]):
+            states, wide = step(count)
+            _ran_on(states, ctx.kind.backward)
+            if place or ctx.needs_input_grad[2]:
+                kernel_ran("mm", (wide, weights[1]), (states,))
+            kernel_ran("mm", (wide.t(), states), (weights[1],))
+            kernel_ran("add", (weights[1], weights[1]), (weights[1],))  # to the sum of the steps so far
+            kernel_ran("sum", (wide,), (weights[-1],))
+            kernel_ran("cat", ([states] * ctx.kind.gates,), (wide,))
         gates.pop()
-        return None, None, torch.empty_like(data), torch.empty_like(weights[0]), *made
+        to_data, to_weights = torch.empty_like(data), torch.empty_like(weights[0])
+        if ctx.needs_input_grad[3]:
+            kernel_ran("mm", (gates[0], weights[0]), (to_data,))
+        kernel_ran("mm", (gates[0].t(), data), (to_weights,))
+        return None, None, None, to_data, to_weights, *made
+
+
+def _steps_of(data: Tensor, weight: Tensor) -> Callable[[int], tuple[Tensor, Tensor]]:
+    """States and gates of a step with so many sequences, as shapes that take no memory."""
+    wide, hidden = weight.shape
+
+    @functools.lru_cache(None)
+    def step(count: int) -> tuple[Tensor, Tensor]:
+        made = (torch.empty((count, size), dtype=data.dtype, device="meta") for size in (hidden, wide))
+        return next(made), next(made)
+
+    return step
+
+
+def _ran_on(states: Tensor, operators: Mapping[str, int]) -> None:
+    for name, times in operators.items():
+        for _ in range(times):
+            kernel_ran(name, (states, states), (states,))
 
 
 # -- rows that a layer sorts by their targets

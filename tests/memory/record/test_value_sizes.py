@@ -6,8 +6,11 @@ from torch import nn
 from torch.nn import functional
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 from torch.utils.data import DataLoader
+from torch.utils.flop_counter import FlopCounterMode
 
 from kit.config import Config
+from kit.memory.replay.calls import OperatorCall
+from kit.speed.work import work_of
 
 LENGTHS = [40, 25, 25, 10]
 
@@ -88,6 +91,22 @@ def test_what_depends_on_known_values_is_predicted_as_measured(case):
     measured = measure(lambda: Step(make(), loss), data, Config())
     assert recording.facts["unknown"] == ""
     assert peak(recording) == pytest.approx(measured, rel=0.05)
+
+
+@pytest.mark.parametrize("case", ["lstm", "bidirectional gru", "rnn"])
+def test_what_packed_layers_compute_step_by_step_is_counted_as_torch_counts_it(case):
+    make, loss = CASES[case]
+
+    def data():
+        return {"train_dataloaders": DataLoader(Samples(lambda: torch.randn(40, 32)), batch_size=4)}
+
+    recording = predict(lambda: Step(make(), loss), data, Config())
+    steps = len(recording.batch_starts)
+    ran = [number for number in recording.operator_call.tolist() if number >= 0]
+    flops = sum(work_of(OperatorCall.of(recording.calls[number])).flops for number in ran) / steps
+    with FlopCounterMode(display=False) as counter:
+        loss(make(), torch.randn(4, 40, 32)).backward()
+    assert flops == counter.get_total_flops()
 
 
 def test_unknown_lengths_are_the_longest_and_noted():
