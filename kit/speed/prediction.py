@@ -224,6 +224,7 @@ def speed_of(
         device=target.name if devices == 1 else f"{devices} × {target.name}", devices=devices,
         batch_size=step.batch_size, accumulate=step.accumulate, time=time, mfu=_mfu(step, time, priced),
         costs=priced.name, on_gpu=target.device_kind == "cuda", link=within,
+        epoch_samples=recording.facts.get("epoch_samples"),
         busy_cores=table.busy_cores if table else 0.0, pace_seconds=table.pace_seconds if table else 0.0,
         slowness=table.slowness if table else 1.0,
         computing_fraction=_computing_fraction(time, table) if table else 1.0,
@@ -442,6 +443,8 @@ class SpeedEstimate(Drawable):
     """What joins devices of a node."""
     config: Config | None = None
     """What would run; None where only a recording was priced."""
+    epoch_samples: int | None = None
+    """Samples of an epoch on all devices, by the loader or by the config for kit's own; None where neither says."""
     busy_cores: float = 0.0
     """That others used while the operators of this machine were measured."""
     pace_seconds: float = 0.0

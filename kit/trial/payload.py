@@ -727,9 +727,11 @@ def _written_classes(kind: type) -> Iterator[ast.ClassDef]:
 
 
 def _sets_manual(node: ast.ClassDef) -> bool:
+    functions = (item for item in node.body if isinstance(item, ast.FunctionDef))
+    selves = {arguments[0].arg for one in functions if (arguments := (*one.args.posonlyargs, *one.args.args))}
     for item in ast.walk(node):
         if isinstance(item, ast.Assign) and isinstance(item.value, ast.Constant) and item.value.value is False:
-            names = [ast.unparse(part) for part in item.targets]
-            if "self.automatic_optimization" in names or "automatic_optimization" in names:
+            names = {ast.unparse(part) for part in item.targets}
+            if names & {"automatic_optimization", *(f"{name}.automatic_optimization" for name in selves)}:
                 return True
     return False

@@ -263,7 +263,7 @@ def test_what_a_module_does_for_itself_is_read_from_its_source(small, tmp_path):
         "from lightning.pytorch import LightningModule\n"
         "class Plain(LightningModule): pass\n"
         "class Sharded(Plain):\n    def configure_model(self): pass\n"
-        "class Manual(Plain):\n    def __init__(self):\n        self.automatic_optimization = False\n"
+        "class Manual(Plain):\n    def __init__(net):\n        net.automatic_optimization = False\n"
         "class Both(Sharded, Manual): pass\n"
     )
     traits = {name: (shards_itself(f"nets:{name}"), is_manual(f"nets:{name}")) for name in ("Plain", "Sharded", "Both")}

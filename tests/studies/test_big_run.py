@@ -7,6 +7,8 @@ import math
 import pickle
 
 import pytest
+import torch
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 from kit.charts.rows import scaling_figure
 from kit.config import Config
@@ -204,6 +206,26 @@ def test_a_run_of_steps_takes_as_many_on_any_number_of_devices(config):
         assert row.total_seconds == pytest.approx(500 / batches * row.seconds_per_epoch)
     assert ": 500 steps, 4 a batch" in repr(run)
     assert predict_run(trial, devices=[1], epochs=2, memory=False).steps == 0
+
+
+class Endless(IterableDataset):
+    def __iter__(self):
+        while True:
+            yield torch.zeros(8), torch.zeros(1)
+
+
+def test_an_epoch_before_any_trial_is_as_long_as_the_loader_says(config):
+    def run_on(data):
+        speed = predict_speed(config(), TinyModule, data, device="A100-40GB")
+        return predict_run(speed, devices=[1, 2], epochs=3, memory=False)
+
+    assert run_on(TinyData).samples_per_epoch == 4096
+    samples = TensorDataset(torch.zeros(60, 8), torch.zeros(60, 1))
+    short = run_on(DataLoader(samples, batch_size=20))
+    assert short.samples_per_epoch == 60
+    assert short.row(1).total_seconds == pytest.approx(3 * 3 * 20 / short.row(1).samples_per_second)
+    with pytest.raises(ConfigError, match="samples_per_epoch"):
+        run_on(DataLoader(Endless(), batch_size=4))
 
 
 def test_before_any_trial_predicted_speeds_give_the_run(config):

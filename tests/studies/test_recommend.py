@@ -9,6 +9,7 @@ from scaling_parts import Blocks, blocks_data, cpu_of
 from kit.config import Config
 from kit.errors import ConfigError, PlanError
 from kit.memory.alongside import fit
+from kit.memory.recordings import UnansweredError
 from kit.studies.scaling import recommend as recommending
 from kit.testing import TinyData, TinyModule
 from kit.units import format_bytes
@@ -96,6 +97,23 @@ def test_where_processes_wait_for_each_core_a_change_has_as_many_times_as_long(c
     assert not any("were over" in tried.note for tried in found.tried)
 
 
+def test_a_batch_is_cut_no_finer_than_it_must_be_where_time_was_over(config, monkeypatch):
+    def unanswered(*_args, **_options):
+        raise UnansweredError("the dry run was still running after 1 s")
+
+    given = config()
+    whole = needs(advised(given, 1 << 30).chosen)
+    known = advised(given, 0.9 * whole)
+    monkeypatch.setattr(recommending, "memory_model", unanswered)
+    found = advised(given, 0.9 * whole)
+    assert found.fits
+    assert known.chosen.parts <= found.chosen.parts <= 2 * known.chosen.parts
+    monkeypatch.setattr(recommending._Escalation, "_between", lambda *_: None)
+    finest = advised(given, needs(advised(given, 1000).tried[-1]))
+    assert finest.chosen.parts == 512
+    assert "timeout_seconds" in str(finest)
+
+
 def test_the_config_sets_what_the_changes_say_and_keeps_the_global_batch(config):
     given = config()
     whole = needs(advised(given, 1 << 30).chosen)
@@ -135,7 +153,7 @@ class ByHand(Blocks):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("module", [ByHand, ByHand()], ids=["class", "instance"])
+@pytest.mark.parametrize("module", [ByHand, ByHand(), lambda: ByHand()], ids=["class", "instance", "function"])
 def test_a_module_that_steps_itself_is_offered_no_accumulation(config, module):
     refused = recommend(config().replace(HELD), cpu_of(100_000), module, blocks_data)
     assert [tried.name for tried in refused.tried] == ["as configured"]

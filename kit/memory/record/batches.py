@@ -58,9 +58,10 @@ def look_at(loader: Any, batch_size: int | None = None) -> Batches:
     else:
         found = _from_batches(loader, batch_size)
     try:
-        return replace(found, length=len(loader))
+        length = len(loader)
     except (TypeError, NotImplementedError):
         return found
+    return replace(found, length=length, epoch_samples=length * (own_batch_size(loader) or found.batch_size))
 
 
 def look_for_real(loader: Any, batch_size: int | None = None) -> Batches:
@@ -277,7 +278,8 @@ def patch_batches(config: Config, batch_size: int | None = None) -> Batches:
         raise ConfigError([Problem("data.patch", f"larger than the data: {', '.join(large)}")])
     size = batch_size or config.loader.batch_size
     values = torch.empty((size, variables, *patch), device="meta")
-    return replace(describe({"values": values, "valid": values.bool()}, size), length=1)
+    found = describe({"values": values, "valid": values.bool()}, size)
+    return replace(found, length=1, epoch_samples=config.data.samples_per_epoch)
 
 
 def row_batches(data: RowData, batch_size: int | None = None) -> Batches:
@@ -288,7 +290,8 @@ def row_batches(data: RowData, batch_size: int | None = None) -> Batches:
     """
     size = batch_size or data.config.loader.batch_size
     values = torch.empty((size, *data.shape[1:]), dtype=data.rows.dtype, device="meta")
-    return replace(describe((values, torch.arange(size)), size), length=1)
+    found = describe((values, torch.arange(size)), size)
+    return replace(found, length=1, epoch_samples=data.config.data.samples_per_epoch)
 
 
 # -- what Trainer.fit takes
@@ -424,6 +427,8 @@ class Batches:
     batch_size: int
     length: int | None = None
     """Batches in an epoch, or None when the loader does not say (then Lightning keeps one more in hand)."""
+    epoch_samples: int | None = None
+    """Samples in an epoch of all ranks, by the loader or by kit's config; None when neither says."""
     notes: tuple[str, ...] = ()
 
     def make(self) -> tuple[Any, list[Tensor]]:

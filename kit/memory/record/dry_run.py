@@ -343,6 +343,7 @@ def _recorded(
     recording.facts.update(_facts(run, module, trainer, unknown), unsure_workspace_bytes=workspaces.unsure_bytes)
     recording.facts["may_be_low"] = _may_be_low(run, module, workspaces)
     recording.facts["refused"] = refused
+    recording.facts["epoch_samples"] = fake_batches.epoch_samples
     recording.facts["notes"] = [*recording.facts["notes"], *fake_batches.notes]
     return recording
 
@@ -654,6 +655,8 @@ class FakeBatches:
         self.look = look
         self.batch_size = 0
         """Samples per micro-batch of the first loader, once the data were looked at."""
+        self.epoch_samples: int | None = None
+        """Of all ranks, where the first loader or the config says so."""
         self.notes: list[str] = []
         self._looked: list[Batches] = []
         self._evaluated: dict[str, list[Batches]] = {}
@@ -670,7 +673,7 @@ class FakeBatches:
         with self.recorder.paused(), unset_fake_temporarily():
             given = loaders_of(data, batch_size)
             loaders = fake_loaders(given, batch_size, self._make, fewest, self._looked, look=self.look)
-        self.batch_size = self._looked[0].batch_size
+        self.batch_size, self.epoch_samples = self._looked[0].batch_size, self._looked[0].epoch_samples
         self.notes = [note for batches in self._looked for note in batches.notes]
         self.answers.sizes_differ = any(note.startswith(DIFFERING) for note in self.notes)
         strategy = self.trainer.strategy

@@ -174,6 +174,7 @@ class Fastest:
         if isinstance(first, KitError):
             raise first
         self._given = first
+        self._manual |= bool(first.first.facts.get("manual"))  # as a function that made the module did not tell
         batch = config.loader.batch_size if self._query.data.kind == "default" else first.batch_size
         self._global_batch = batch * self._query.world_size * config.levers.accumulate_grad_batches
         capacity = self._device.capacity_bytes

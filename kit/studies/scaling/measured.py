@@ -82,7 +82,7 @@ def predicted(speeds: Sequence[SpeedEstimate], counts: Sequence[int] = ()) -> Me
             raise ConfigError([Problem("runs", "predicted speeds that differ in more than devices")])
     reasons = [*filter(None, [first.misfit]), *first.reasons]
     reasons.append("predicted before any trial: what many devices ask of the store is not among the limits")
-    samples = config.data.samples_per_epoch if config.data.url else None
+    samples = first.epoch_samples
     if samples is None and config.training.max_steps:
         samples = config.training.max_steps * first.samples
         reasons.append("the length of an epoch is not known before a trial: it is taken as the steps of the run")

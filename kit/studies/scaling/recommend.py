@@ -175,13 +175,18 @@ class _Escalation:
         self._other_kind = False
         """Whether the trial ran on another kind of device, so that its times say nothing of the target."""
         self._manual = optimizes_manually(module, config)
+        self._overtime = False
+        """Whether a dry run was given more time than there was."""
+
+    def answer(self) -> Recommendation:
+        counts = counts_up_to(self.target.devices) if self.target.limited else [self.target.devices]
+        as_given = self._estimate(next(iter(escalation_steps(self.config, counts[0], self._manual))), 1)
+        if isinstance(as_given, MemoryEstimate) and as_given.recording is not None:
+            self._manual |= bool(as_given.recording.facts.get("manual"))  # as a function that made it did not tell
         if self._manual:
             self.reasons.append(
                 "accumulation was left out: the module optimizes manually, and decides itself when it steps"
             )
-
-    def answer(self) -> Recommendation:
-        counts = counts_up_to(self.target.devices) if self.target.limited else [self.target.devices]
         chosen = next((found for count in counts if (found := self._first_fitting(count)) is not None), None)
         changes = () if chosen is None else tuple(self._changes(chosen))
         run = None if chosen is None else self._runs.get(chosen.step.strategy)
@@ -263,14 +268,14 @@ class _Escalation:
         config = self.config.replace({**step.changes(), **accumulate})
         return make_query(self.module, self.data, config, self.target.device, step.devices)
 
-    def _estimate(self, step: EscalationStep, parts: int) -> MemoryEstimate | KitError:
+    def _estimate(self, step: EscalationStep, parts: int, at_least_seconds: float = 0.0) -> MemoryEstimate | KitError:
         """Of a batch in so many parts, from a recording of that size alone."""
         key = (_key(step), parts)
         if key not in self._estimates:
             try:
                 query, target = self._query(step, parts)
                 request = RecordingRequest(query, (self._size(parts),))
-                left_seconds = TIMEOUT_SECONDS if not self.tried else self._left_seconds
+                left_seconds = TIMEOUT_SECONDS if not self.tried else max(at_least_seconds, self._left_seconds)
                 if left_seconds <= 0:
                     raise UnansweredError(self._too_late)
                 self._estimates[key] = estimate_here(query, recordings_of(request, left_seconds)[0], target)
@@ -321,12 +326,33 @@ class _Escalation:
             if count > max(1, self._tried_parts(step)):
                 if isinstance(model, KitError) or self._left_seconds <= 0:
                     note = str(model) if isinstance(model, KitError) else self._too_late
+                    if (found := self._between(step, parts, single)) is not None:
+                        return found
+                    if single.parts in parts:
+                        self.reasons.append(f"a batch in fewer parts may fit too, {note}; raise timeout_seconds")
                     return single if single.parts in parts else self._tried(step, parts[-1], None, note)
                 estimate = model.estimate(self._batch_size // count, accumulate=self._accumulated(count))
                 found = self._tried(step, count, estimate)
                 if found.fits or count == parts[-1]:
                     return found
         return None
+
+    def _between(self, step: EscalationStep, parts: Sequence[int], single: TriedStep) -> TriedStep | None:
+        """Where time is over: of the batch in as many parts as fit if memory grows evenly with samples, one dry run
+        beyond that time; None where these do not fit either, or no more than `single` samples would."""
+        whole = self._estimates.get((_key(step), 1))
+        if self._overtime or not isinstance(whole, MemoryEstimate) or single.estimate is None:
+            return None
+        self._overtime = True
+        one, all_of_them = single.estimate.total_bytes[1], whole.total_bytes[1]
+        room = int(whole.capacity_bytes * (1 - self.target.headroom_fraction))
+        most = 1 + (self._batch_size - 1) * (room - one) / max(1, all_of_them - one)
+        count = next((count for count in parts if self._batch_size // count <= most), single.parts)
+        if count == single.parts:
+            return None
+        estimate = self._estimate(step, count, CHANGE_SECONDS * waiting_per_core())
+        found = None if isinstance(estimate, KitError) else self._tried(step, count, estimate)
+        return found if found is not None and found.fits else None
 
     def _tried_parts(self, step: EscalationStep) -> int:
         """The most parts in which a step was tried with the same changes; 0 where it was not."""
