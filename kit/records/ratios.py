@@ -67,7 +67,8 @@ class SpeedRange:
 
 
 def speed_key(config: Config, environment: Mapping[str, Any]) -> str:
-    """Digits that are the same for trials of the same, as far as speed goes.
+    """Digits that are the same for trials of the same, as far as speed goes; after a hyphen those of the callbacks,
+    loggers and flags that `kit.fit` was given, where there are any.
 
     `environment` is that of a run: what was given, the machine, the kind of devices and how many of them.
     """
@@ -76,7 +77,12 @@ def speed_key(config: Config, environment: Mapping[str, Any]) -> str:
     given, machine = environment.get("given") or {}, environment.get("machine") or {}
     what = [given.get(name, "") for name in ("module", "data", "module_identity", "data_identity")]
     where = [machine.get("host"), environment.get("accelerator"), environment.get("world_size")]
-    return hashlib.sha256(json.dumps([kept, what, where], sort_keys=True).encode()).hexdigest()[:16]
+    own = environment.get("trainer")
+    return _digits([kept, what, where]) + (f"-{_digits(own)}" if own else "")
+
+
+def _digits(value: Any) -> str:
+    return hashlib.sha256(json.dumps(value, sort_keys=True, default=repr).encode()).hexdigest()[:16]
 
 
 def speed_range(earlier: Iterable[Values]) -> SpeedRange | None:
@@ -248,7 +254,8 @@ def with_speeds(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     for row in rows:
         earlier = alike.setdefault(row["speed_key"] or row["run"], [])
         known = speed_range(earlier)
-        named = (row["module"], row["host"], row["accelerator"], row["world_size"])
+        own = str(row["speed_key"] or "").partition("-")[2]  # a callback that takes its time is no fault of the model's
+        named = (row["module"], row["host"], row["accelerator"], row["world_size"], own)
         of_model = by_model.setdefault(named, [])
         predicted = row[f"{SPEED}_predicted"]  # by the operators of its step, corrected by earlier trials of the model
         before = [ratio for disturbed, ratio in of_model if not disturbed] or [ratio for _, ratio in of_model]

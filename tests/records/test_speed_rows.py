@@ -6,6 +6,7 @@ import re
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from lightning.pytorch import Callback
 from properties import examples
 
 import kit
@@ -66,6 +67,26 @@ def test_what_the_operators_were_off_by_corrects_the_next_setting_of_the_same_mo
     assert other["samples_per_second_predicted"] == pytest.approx(25.0, rel=0.02)
     assert other["samples_per_second_ratio"] == pytest.approx(1.04, rel=0.02)
     assert stranger["samples_per_second_predicted"] == 80.0
+
+
+class Slow(Callback):
+    """Stands for one that takes its time."""
+
+
+def test_a_trial_with_a_callback_says_nothing_of_those_without(config):
+    asked = config()
+    keys = [
+        row_of_trial(kit.fit(asked, TinyModule, TinyData, callbacks=own).wait())["speed_key"]
+        for own in (Slow(), Slow(), None)
+    ]
+    assert keys[0] == keys[1] != keys[2]
+    with_own, again, without, other = with_speeds([
+        row("1", 20.0, 100.0, key=keys[0]), row("2", 21.0, 100.0, key=keys[1]), row("3", 101.0, 100.0, key=keys[2]),
+        row("4", 51.0, 50.0, key="b"),
+    ])  # fmt: skip
+    assert again["samples_per_second_predicted"] == 20.0
+    assert [one["samples_per_second_predicted"] for one in (with_own, without)] == [100.0, 100.0]
+    assert other["samples_per_second_predicted"] == pytest.approx(50.0, rel=0.02)
 
 
 @examples(60)
