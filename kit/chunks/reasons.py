@@ -28,6 +28,7 @@ from kit.chunks.resources import Host, Network, Prices
 from kit.chunks.search import (
     CLOSE,
     LARGEST_OBJECT_BYTES,
+    LEAST_CHUNK_BYTES,
     OWN,
     Choice,
     Chooser,
@@ -120,6 +121,11 @@ def _choice(case: Case) -> Iterator[str]:
                 f"the lightest of {sum(score <= scores[0] * CLOSE for score in scores)} layouts predicted within 10 % "
                 f"of the {'fastest' if single else 'best'}, {named(case.dims, first.chunk)} with "
                 f"{first.amplification:.3g} × the patch's bytes"
+            )
+        if case.chooser.rules.grown(case.access.patch) != case.access.patch:
+            yield (
+                f"chunks below {format_bytes(LEAST_CHUNK_BYTES)} were left out: each costs more to name and write "
+                "than it saves to read"
             )
         return
     gain = _ratio(case.chosen, best)

@@ -39,6 +39,9 @@ Play = Callable[[Access, Sizes, Sizes | None], ArrayRequests | None]
 
 LARGEST_OBJECT_BYTES = 5 << 40
 """What GCS and S3 allow an object to hold (2025)."""
+LEAST_CHUNK_BYTES = 4 << 10
+"""Of an automatic chunk, unless the array or a rule asks for less: below it a chunk costs more to name, find and write
+than it saves to read. An index takes 16 bytes of each."""
 CLOSE = 1.10
 """Predictions closer than this count as equal."""
 OWN = "this plan"
@@ -139,6 +142,24 @@ class Rules:
         """Whether that object is small enough."""
         return self.object_bytes(chunk) <= self.largest_object_bytes
 
+    @cached_property
+    def least_elements(self) -> int:
+        """Of an automatic chunk: what `LEAST_CHUNK_BYTES` hold, or all that the array, a shard or an object does."""
+        shard = self.shard or self.shape
+        whole = math.prod(min(side or extent, extent) for side, extent in zip(shard, self.shape, strict=True))
+        return max(
+            1, min(LEAST_CHUNK_BYTES // self.element_bytes, whole, self.largest_object_bytes // self.element_bytes)
+        )
+
+    def grown(self, patch: Sizes) -> Sizes:
+        """The patch, or what has its shape and the least elements of a chunk: its shortest sides doubled."""
+        sides = [*patch]
+        while math.prod(sides) < self.least_elements:
+            free = [place for place, extent in enumerate(self.shape) if sides[place] < extent]
+            place = min(free, key=lambda place: (sides[place] / patch[place], sides[place] / self.shape[place]))
+            sides[place] = min(2 * sides[place], self.shape[place])
+        return tuple(sides)
+
     def check(self, chunk: Sizes) -> None:
         """Raises: PlanError: for a chunk given by hand that breaks a rule."""
         if not self.fits(chunk):
@@ -205,7 +226,9 @@ def search(
     Raises:
         PlanError: when no object that keeps the rules is small enough.
     """
-    scores = {chunk: score(chunk) for chunk in dict.fromkeys((*itertools.product(*sides), *also)) if rules.fits(chunk)}
+    every = [chunk for chunk in dict.fromkeys((*itertools.product(*sides), *also)) if rules.fits(chunk)]
+    large = [chunk for chunk in every if math.prod(chunk) >= rules.least_elements]
+    scores = {chunk: score(chunk) for chunk in large or every}
     if not scores:  # the smallest sides, the longest of them cut until an object is small enough
         chunk = tuple(map(min, sides))
         while not rules.fits(chunk):
@@ -218,7 +241,8 @@ def search(
     best = min(scores, key=lambda chunk: scores[chunk])
     for _ in range(_MOST_STEPS):
         for chunk in rules.neighbours(best):
-            if chunk not in scores and rules.fits(chunk):
+            is_large = not large or math.prod(chunk) >= rules.least_elements
+            if chunk not in scores and is_large and rules.fits(chunk):
                 scores[chunk] = score(chunk)
         better = min(scores, key=lambda chunk: scores[chunk])
         if better == best:
@@ -301,15 +325,16 @@ class Chooser:
 
     def _alone(self, access: Access) -> list[LayoutCost]:
         """Every candidate for one reader: sides around its patch, and the patch's shape scaled as a whole."""
+        patch = self.rules.grown(access.patch)
         alike = [
             tuple(
                 self.rules.nearest(place, _scaled(size, self.rules.shape[place], power))
-                for place, size in enumerate(access.patch)
+                for place, size in enumerate(patch)
             )
             for power in range(-3, 6)
         ]
         return self._searched(
-            sides_around(self.rules, access.patch), lambda chunk: self.price(access, chunk),
+            sides_around(self.rules, patch), lambda chunk: self.price(access, chunk),
             lambda cost: cost.seconds_per_batch, alike,
         )  # fmt: skip
 

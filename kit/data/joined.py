@@ -23,7 +23,7 @@ from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from functools import partial
 from itertools import pairwise
-from math import sqrt
+from math import gcd, log, sqrt
 from os import PathLike
 from typing import Any, Literal, Self
 
@@ -446,7 +446,10 @@ def _along(dimension: str, name: str, parts: Sequence[Dataset]) -> ArrayInfo:
         for attribute in _ALIKE:
             if getattr(first, attribute) != getattr(other, attribute):
                 mine, theirs = getattr(first, attribute), getattr(other, attribute)
-                raise _error(f"{name} has {attribute} {mine} in one store and {theirs} in another; rebuild one alike")
+                way_out = "rebuild one alike"
+                if attribute in ("chunk", "shard") and dimension in first.dims and other.dims == first.dims:
+                    way_out = f"build each anew with {_layout_for_all(infos, first.dims.index(dimension))}"
+                raise _error(f"{name} has {attribute} {mine} in one store and {theirs} in another; {way_out}")
     moments: Any = _moments(parts, name)
     if dimension not in first.dims:
         if any(other.shape != first.shape for other in infos):
@@ -464,10 +467,27 @@ def _along(dimension: str, name: str, parts: Sequence[Dataset]) -> ArrayInfo:
             raise _error(
                 f"{name} has {other.shape[axis]} elements along {dimension!r} in a store that another follows, which "
                 f"do not end with a {'shard' if first.shard else 'chunk'} of {side}; give an xarray object that joins "
-                "them, or build them anew with a side that divides"
+                f"them, or build each anew with {_layout_for_all(infos, axis)}"
             )
     shape = (*first.shape[:axis], sum(one.shape[axis] for one in infos), *first.shape[axis + 1 :])
     return replace(first, shape=shape, **moments)
+
+
+def _layout_for_all(infos: Sequence[ArrayInfo], axis: int) -> str:
+    """The settings nearest to the first store's layout with which every store that another follows ends with a chunk,
+    and with a shard."""
+    first = infos[0]
+    whole = gcd(*(one.shape[axis] for one in infos[:-1]))
+    sides = [side for side in range(1, whole + 1) if whole % side == 0]
+    chunk = min(sides, key=lambda side: abs(log(side / first.chunk[axis])))
+    settings = {"chunk": (first.chunk, chunk)}
+    if first.shard is not None:
+        most = max(chunk, first.shard[axis])
+        settings["shard"] = (first.shard, max(side for side in sides if side % chunk == 0 and side <= most))
+    return " and ".join(
+        f"chunking.{name}: {dict(zip(first.dims, (*given[:axis], side, *given[axis + 1 :]), strict=True))}"
+        for name, (given, side) in settings.items()
+    )
 
 
 def _error(message: str, setting: str = "join") -> ConfigError:

@@ -16,7 +16,7 @@ from kit.chunks.cost import balanced_ratio, price
 from kit.chunks.geometry import Axis, axes_of
 from kit.chunks.reasons import plan_layout
 from kit.chunks.resources import Network
-from kit.chunks.search import CLOSE, fill_shard
+from kit.chunks.search import CLOSE, LEAST_CHUNK_BYTES, fill_shard
 from kit.chunks.sharing import Shuffled
 from kit.chunks.table import chunk_table
 from kit.errors import PlanError
@@ -306,6 +306,20 @@ def test_the_automatic_chunk_is_the_lightest_of_the_fastest():
     assert [cost.seconds_per_batch for cost in answer.candidates] == sorted(
         cost.seconds_per_batch for cost in answer.candidates
     )
+
+
+@pytest.mark.parametrize("batch_size", [1, 4, 16])
+@pytest.mark.parametrize("patch", [{}, {"time": 24}, {"time": 2, "lat": 2, "lon": 2}, {"lat": 64, "lon": 64}])
+def test_no_automatic_chunk_is_smaller_than_what_it_costs_to_keep(patch, batch_size):
+    answer = plan(patch=patch, batch_size=batch_size)
+    assert all(cost.chunk_bytes >= LEAST_CHUNK_BYTES for cost in answer.candidates)
+    assert any("left out" in reason for reason in answer.reasons) == (2 * math.prod(patch.values()) < LEAST_CHUNK_BYTES)
+    small = plan(shape=(4, 5, 6), patch={"lat": 2}, batch_size=batch_size)
+    assert small.chunk == (4, 5, 6)
+    by_hand = plan(patch=patch, chunk={"time": 1, "lat": 1, "lon": 1}, batch_size=batch_size)
+    assert by_hand.chunk == (1, 1, 1)
+    cut = plan(patch=patch, shard={"time": 2, "lat": 4, "lon": 4}, batch_size=batch_size)
+    assert cut.chunk == (2, 4, 4)
 
 
 def test_a_plan_says_and_shows_that_smaller_costs_requests_and_larger_wastes_bytes():

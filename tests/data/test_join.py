@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ast
 import pickle
+import re
 
 import numpy as np
 import pytest
@@ -440,6 +442,34 @@ def test_what_is_not_cut_alike_is_refused_with_what_differs(tmp_path):
         kit.data.join([one, sharded(tmp_path, 3)], "time")
     with pytest.raises(ConfigError, match="two stores have a variable 'sst'"):
         kit.data.join([one, one])
+
+
+@pytest.mark.parametrize("shard", ["none", "auto"])
+@pytest.mark.parametrize("chunks", [(48, 48, 48), (73, 73, 61)])
+def test_years_of_other_lengths_are_joined_once_they_are_built_as_the_refusal_says(tmp_path, chunks, shard):
+    """A leap year last: what follows no store may end in a chunk."""
+    xarray = pytest.importorskip("xarray")
+    years = [730, 730, 732]
+    places = [str(tmp_path / f"{number}.zarr") for number in range(3)]
+    values = np.arange(sum(years) * 6, dtype="float32").reshape(-1, 6)
+
+    def build(chunks, shard):
+        begins = [0, 730, 1460]
+        for place, begin, steps, chunk in zip(places, begins, years, chunks, strict=True):
+            whole = {"time": 2 * chunk["time"], "lat": 6} if shard == "auto" else shard
+            times = ("time", np.arange(begin, begin + steps), {"units": "days since 2001-01-01"})
+            made = xarray.Dataset({"sst": (("time", "lat"), values[begin : begin + steps])}, {"time": times})
+            settings = {"data.url": place, "data.patch": {"time": 5}, "chunking.chunk": chunk, "chunking.shard": whole}
+            kit.build(config_of(**settings), source=made, overwrite=True, progress=False)
+
+    build([{"time": side, "lat": 6} for side in chunks], shard)
+    with pytest.raises(ConfigError, match=r"anew with chunking\.chunk") as refused:
+        kit.data.join(places, "time")
+    said = dict(re.findall(r"chunking\.(\w+): (\{.*?\})", str(refused.value)))
+    build([ast.literal_eval(said["chunk"])] * 3, ast.literal_eval(said["shard"]) if shard != "none" else shard)
+    joined = kit.data.join(places, "time")
+    config = config_of(**{"data.patch": {"time": 5, "lat": 4}})
+    check(config, joined, values)
 
 
 def test_what_lies_in_a_bucket_is_read_and_kept_as_if_it_were_alone(cloud, tmp_path):
