@@ -20,7 +20,7 @@ from kit.data.samples import SamplePlan, WindowLimit
 from kit.data.splits import Part, Split, split_of, widest_of
 from kit.data.stores.url import redact
 from kit.data.tile_statistics import TileStatistics, need_statistics
-from kit.data.variables import NUMBERS
+from kit.data.variables import NUMBERS, breaks
 from kit.errors import ConfigError, Problem, did_you_mean
 from kit.units import format_bytes
 
@@ -29,9 +29,6 @@ if TYPE_CHECKING:
     from kit.data.dataset import Dataset
     from kit.data.variables import ArrayInfo
     from kit.sections import Data
-
-_LONGER = 1.5
-"""A step of a coordinate over the usual one, from which on it is a gap."""
 
 
 class Barrier(NamedTuple):
@@ -118,12 +115,7 @@ def _gaps(dataset: Dataset, array: ArrayInfo, dimension: str) -> Barrier:
         has = f"has names, such as {numbers[0]}" if len(numbers) else f"has no coordinate in {redact(dataset.url)}"
         message = f"{dimension!r} {has}, so that no gap can be seen; take another, or none"
         raise ConfigError([Problem("data.gap_dimension", message)])
-    steps = np.diff(numbers.astype(np.float64))
-    usual = np.median(steps) if len(steps) else 0.0
-    behind = np.zeros(array.shape[axis], np.bool_)
-    # Months are of 28 to 31 days; a missing one makes at least 59. Another year may also begin before the last ends.
-    behind[1:] = (np.abs(steps) > _LONGER * abs(usual)) | (steps * usual < 0)
-    return Barrier(axis, behind, True, "data.gap_dimension")
+    return Barrier(axis, breaks(numbers), True, "data.gap_dimension")
 
 
 def _clear_of(plan: SamplePlan, barrier: Barrier) -> Places | None:

@@ -240,6 +240,20 @@ def decode_times(numbers: NDArray[Any], attributes: Mapping[str, Any]) -> NDArra
     return numbers if julian else times
 
 
+_LONGER = 1.5
+"""A step of a coordinate over the usual one, from which on it is a gap."""
+
+
+def breaks(numbers: NDArray[Any]) -> NDArray[np.bool_]:
+    """The elements of a coordinate before which it leaves something out, stands still or turns back."""
+    steps = np.diff(numbers.astype(np.float64))
+    usual = np.median(steps) if len(steps) else 0.0
+    found = np.zeros(len(numbers), np.bool_)
+    # Months are of 28 to 31 days; a missing one makes at least 59. Another year may also begin before the last ends.
+    found[1:] = (np.abs(steps) > _LONGER * abs(usual)) | ((steps * usual <= 0) & (usual != 0))
+    return found
+
+
 def is_time_unit(units: str) -> bool:
     """Whether numbers of these units are times, in whichever calendar."""
     return _parse_units(units)[1] is not None

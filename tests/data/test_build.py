@@ -252,7 +252,9 @@ def test_building_again_does_nothing_and_says_so(tmp_path, tiny_config, capsys, 
 
 
 def test_a_store_in_other_chunks_is_told_beside_the_best(tmp_path, tiny_config, capsys, monkeypatch):
-    config = tiny_config(tmp_path / "t.zarr").replace({"chunking.chunk": "auto", "chunking.shard": "auto"})
+    config = tiny_config(tmp_path / "t.zarr", data__arguments={"time": 400}).replace(
+        {"chunking.chunk": "auto", "chunking.shard": "auto"}
+    )
     plan = plan_chunks(config)
     slowest = min(plan.candidates, key=lambda cost: cost.samples_per_second)
     build(config, replace(plan, chunk=slowest.chunk), progress=False)

@@ -15,9 +15,11 @@ from kit.data.build.arrays import ArraySource, open_npy
 from kit.data.build.build import build
 from kit.data.build.grids import XarraySource, ZarrSource
 from kit.data.build.open_source import load_source, open_place
+from kit.data.build.plan import plan_build
 from kit.data.build.rechunk import pieces, read_pieces
+from kit.data.build.source import remarks
 from kit.data.open_dataset import open_dataset
-from kit.errors import BuildError, ConfigError, MissingChunkError, StoreError
+from kit.errors import BuildError, ConfigError, KitWarning, MissingChunkError, StoreError
 
 pytestmark = pytest.mark.filterwarnings("ignore:Left out")
 
@@ -248,3 +250,55 @@ def test_many_files_are_refused_with_what_joins_them(tmp_path, name, joins):
     zarr.create_group(tmp_path / "store")
     (tmp_path / "store" / name).write_bytes(b"")
     assert open_place(str(tmp_path / "store"))
+
+
+@pytest.mark.parametrize("as_store", [False, True])
+def test_what_may_surprise_of_a_store_is_said_before_it_is_written(tmp_path, as_store):
+    data = example()
+    data["u"] = data["t"] * 2
+    if as_store:
+        data.to_zarr(tmp_path / "a.zarr", consolidated=False)
+    else:
+        data.to_netcdf(tmp_path / "a.nc", engine="h5netcdf")
+    source = str(tmp_path / ("a.zarr" if as_store else "a.nc"))
+    config = Config.make({"data": {"source": source, "url": str(tmp_path / "b.zarr"), "patch": {"lat": 2}}})
+    assert not plan_build(config).remarks
+    asked = config.replace({"data.variables": ["t"]})
+    (others,) = plan_build(asked).remarks
+    assert "stores u too" in others
+    assert not plan_build(asked.replace({"data.arguments": {"variables": ["t"]}})).remarks
+    (again,) = plan_build(config.replace({"data.variables": ["t", "u", "area"]})).remarks
+    assert "area 6 times" in again
+    assert again in str(plan_build(config.replace({"data.variables": ["t", "u", "area"]})))
+
+
+@pytest.mark.parametrize("as_store", [False, True])
+def test_a_time_that_leaves_out_or_turns_back_is_told_of(tmp_path, as_store):
+    def opened(times):
+        given = example().isel(time=times)
+        if not as_store:
+            return given
+        path = tmp_path / f"{len(times)}{times[-1]}.zarr"
+        given.to_zarr(path, consolidated=False)
+        return open_dataset(str(path))
+
+    def told(times):
+        source = opened(times)
+        source = ZarrSource(source) if as_store else XarraySource(source)
+        return source.notes, [*remarks(Config(), source)]
+
+    assert told([0, 1, 2, 3]) == ([], [])
+    (notes, (gap,)) = told([0, 1, 4, 5])
+    assert not notes
+    assert "data.gap_dimension: time" in gap
+    for times in ([0, 1, 2, 2, 3], [0, 1, 2, 1, 2, 3]):
+        ((note,), (_,)) = told(times)
+        assert note.startswith("time turns back or stands still at 3 (")
+
+
+def test_names_along_a_dimension_are_no_coordinate_of_the_store_and_said_to_be_left_out(tmp_path):
+    given = example().assign_coords(lon=["a", "b", "c", "d"])
+    config = Config.make({"data": {"url": str(tmp_path / "b.zarr"), "patch": {"lat": 2}}})
+    with pytest.warns(KitWarning, match="lon is left out"):
+        made = build(config, source=given, progress=False)
+    assert "lon" not in made.coordinates

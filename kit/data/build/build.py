@@ -21,7 +21,7 @@ import uuid
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.metadata import version
 from math import sqrt
 from typing import TYPE_CHECKING, Any
@@ -143,8 +143,10 @@ def _refuse_unshared(config: Config, url: str) -> None:
 def _run(job: _Job, plan: BuildPlan, progress: bool | Progress) -> None:
     """State what is left out and the price, where there is any, then write what is not finished."""
     _tell_first(job.source, progress)
+    for text in plan.remarks:
+        say(text, progress)
     if plan.read_ratio > _NOTEWORTHY_RATIO or plan.by_copy:
-        say(str(plan), progress)
+        say(str(replace(plan, remarks=())), progress)
     with open_scheduler(job.config.build, plan.slots, plan.threads, plan.memory_bytes) as scheduler:
         if scheduler.link:
             if hasattr(progress, "link"):

@@ -28,6 +28,7 @@ from kit.data.build.rechunk import Region, read_pieces
 from kit.data.build.source import (
     VariableSpec,
     coordinate_attributes,
+    coordinate_notes,
     json_attributes,
     read_repeated,
     source_error,
@@ -80,7 +81,6 @@ class XarraySource:
         known = open_xarray(dataset)
         chosen = _select(known, variables, wanted)
         self.left_out = {} if variables or wanted else known.left_out
-        self.notes = [*_unpacked(dataset, chosen)]
         self.dims, self.shape = chosen[0].dims, chosen[0].shape
         self._axes = {info.name: info.stored_axes for info in chosen}
         self.variables: Mapping[str, VariableSpec] = {
@@ -94,6 +94,10 @@ class XarraySource:
         along = [dim for dim in self.dims if dim in dataset.coords and dataset[dim].dtype.kind in "iufM"]
         self.coordinates: Mapping[str, NDArray[Any]] = {dim: np.asarray(dataset[dim].values) for dim in along}
         self.coordinate_attributes = {dim: coordinate_attributes(dataset[dim].attrs) for dim in along}
+        names = [dim for dim in self.dims if dim in dataset.coords and dim not in along]
+        self.notes = [*_unpacked(dataset, chosen)]
+        self.notes += coordinate_notes(self.coordinates, self.coordinate_attributes, names)
+        self.repeated = _lacking(chosen)
         self.attributes: Mapping[str, Any] = json_attributes(dataset.attrs)
 
     def read(self, name: str, region: Region) -> NDArray[Any]:
@@ -106,6 +110,11 @@ class XarraySource:
             return read_pieces(lambda piece: _values(variable[piece]), part, self._chunks[name], dtype)
 
         return read_repeated(read, region, self._axes[name])
+
+
+def _lacking(chosen: Sequence[ArrayInfo]) -> dict[str, tuple[str, ...]]:
+    """The dimensions that a variable is repeated along, by its name."""
+    return {info.name: tuple(info.dims[axis] for axis in info.repeated) for info in chosen if info.repeated}
 
 
 def _unpacked(dataset: Any, chosen: Sequence[ArrayInfo]) -> Iterator[str]:
@@ -196,6 +205,9 @@ class ZarrSource:
         along = [dim for dim, info in coordinates if info.shape == sizes.get(dim) and info.dtype.kind in "iuf"]
         self.coordinates: Mapping[str, NDArray[Any]] = {dim: self._dataset.coordinate(dim) for dim in along}
         self.coordinate_attributes = {dim: coordinate_attributes(self._array(dim).attrs) for dim in along}
+        names = [dim for dim, info in coordinates if info.shape == sizes.get(dim) and dim not in along]
+        self.notes = [*coordinate_notes(self.coordinates, self.coordinate_attributes, names)]
+        self.repeated = _lacking(chosen)
         self.attributes: Mapping[str, Any] = json_attributes(self._dataset.attributes)
 
     def read(self, name: str, region: Region) -> NDArray[Any]:

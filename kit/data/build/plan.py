@@ -19,12 +19,12 @@ from kit.data.build.open_source import load_source
 from kit.data.build.rechunk import Grouping, Recut, TwoPasses, group_regions, intermediate_chunk, two_passes
 from kit.data.build.schedulers import RUNTIME_BYTES, Slots, slots_of
 from kit.data.build.shards import ArrayWriter, Blueprint, ShardGroup, make_blueprint
-from kit.data.build.source import Source, chunk_of
+from kit.data.build.source import Source, chunk_of, remarks
 from kit.errors import BuildError
 from kit.machine.machine import share
 from kit.sections import Build
 from kit.tables import html_list
-from kit.units import format_bytes, format_count
+from kit.units import format_bytes, plural
 
 if TYPE_CHECKING:
     from kit.chunks.search import ChunkPlan
@@ -50,6 +50,10 @@ class BuildPlan:
     scheduler: str
     scratch: bool
     """Whether there is a place for an intermediate copy."""
+    objects: int = 0
+    """That the store will have, of data."""
+    remarks: tuple[str, ...] = ()
+    """What may surprise of the data as they will be stored, in sentences."""
 
     @property
     def by_copy(self) -> bool:
@@ -113,7 +117,7 @@ class BuildPlan:
         workers, distributed = self.slots.processes, self.scheduler == "distributed"
         number = f"of {workers} workers" if workers > 1 else "worker"
         where = (" in 1 worker" if workers == 1 else f" in each {number}") * distributed
-        yield f"{format_count(self.tasks)} tasks, {self.threads} at once{where} ({self.scheduler})"
+        yield f"{plural(self.tasks, 'task')}, {self.threads} at once{where} ({self.scheduler})"
         yield (
             f"each process takes up to {format_bytes(self.peak_bytes)} of {format_bytes(self.memory_bytes)} allowed"
             + (f"; {self.slots.threads} tasks at once would have less each" * (self.threads < self.slots.threads))
@@ -127,6 +131,12 @@ class BuildPlan:
             f"reads {format_bytes(self.read_bytes)} of a source of {format_bytes(self.source_bytes)} "
             f"({self.read_ratio:.2f} ×)"
         )
+        written = sum(grouping.layout.nbytes for grouping in self.last.values())
+        yield (
+            f"writes {format_bytes(written)} in {plural(self.objects, 'object')}, less what compression saves "
+            "(kit.data.expected_bytes tries it)"
+        )
+        yield from self.remarks
         if self.by_copy:
             yield (
                 f"by way of an intermediate copy of {format_bytes(self.source_bytes)}, since chunks lie across the new "
@@ -197,7 +207,8 @@ def plan_tasks(config: Config, blueprint: Blueprint, source: Source, threads: in
             plans.append(BuildPlan(
                 groupings=groupings, passes=_passes(layouts, groupings, each_bytes), slots=slots, threads=count,
                 memory_bytes=budget_bytes, requested=requested, scheduler=config.build.scheduler,
-                scratch=bool(config.build.scratch),
+                scratch=bool(config.build.scratch), objects=blueprint.build.shards,
+                remarks=tuple(remarks(config, source)),
             ))  # fmt: skip
     if not plans:
         raise _too_large(largest, config.build)

@@ -14,7 +14,7 @@ absent `_FillValue`.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from math import prod
 from typing import Any, Protocol
@@ -22,6 +22,8 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from kit.config import Config
+from kit.data.variables import breaks, is_time_unit
 from kit.errors import ConfigError, Problem
 
 Region = tuple[slice, ...]
@@ -52,9 +54,10 @@ class VariableSpec:
 class Source(Protocol):
     """Anything with these six members can be built; no base class is needed.
 
-    Four more are used where they are: `chunks`, how the source itself is cut, by variable, so that few of its chunks
+    Five more are used where they are: `chunks`, how the source itself is cut, by variable, so that few of its chunks
     are read twice; `coordinate_attributes`, the attributes of each coordinate; `left_out`, variables that are not
-    among them, each with the reason; and `notes`, sentences that a build begins with.
+    among them, each with the reason; `notes`, sentences that a build begins with; and `repeated`, the dimensions that
+    a variable lacks and is stored again along.
     """
 
     dims: tuple[str, ...]
@@ -76,6 +79,47 @@ def chunk_of(source: Source, name: str) -> tuple[int, ...] | None:
     """How the source itself is cut for this variable; None when any region costs no more than itself."""
     chunk = getattr(source, "chunks", {}).get(name)
     return None if chunk is None else tuple(map(min, map(int, chunk), source.shape))
+
+
+def remarks(config: Config, source: Source) -> Iterator[str]:
+    """What may surprise of the data as they will be stored: no fault, and nothing is lost."""
+    others = [name for name in source.variables if name not in config.data.variables]
+    if config.data.variables and others:
+        alone = f"data.arguments: {{variables: {[*config.data.variables]}}} leaves them out"
+        yield (
+            f"stores {', '.join(others[:3])}{', ...' * (len(others) > 3)} too, which data.variables does not name, as "
+            f"another config may{f'; {alone}' if config.data.source else ''}"
+        )
+    for name, lacking in getattr(source, "repeated", {}).items():
+        times = prod(source.shape[source.dims.index(dim)] for dim in lacking)
+        yield f"stores {name} {times} times over, once for each of {', '.join(lacking)}, which it does not have itself"
+    attributes = getattr(source, "coordinate_attributes", {})
+    for dim, values in source.coordinates.items():
+        gaps = int(breaks(values).sum()) if is_of_time(values, attributes.get(dim, {})) else 0
+        if gaps:
+            yield (
+                f"{dim} leaves out steps or turns back {gaps} time{'s' * (gaps > 1)}: no patch reaches over that with "
+                f"data.gap_dimension: {dim}"
+            )
+
+
+def is_of_time(values: NDArray[Any], attributes: Mapping[str, Any]) -> bool:
+    """Whether a coordinate counts time."""
+    return values.dtype.kind == "M" or is_time_unit(str(attributes.get("units", "")))
+
+
+def coordinate_notes(
+    coordinates: Mapping[str, NDArray[Any]], attributes: Mapping[str, Mapping[str, Any]], left_out: Iterable[str]
+) -> Iterator[str]:
+    """What of the coordinates is lost or a mistake, in sentences."""
+    for dim in left_out:
+        yield f"{dim} is left out, as it holds no numbers: elements along it are known by their place alone"
+    for dim, values in coordinates.items():
+        steps = np.diff(values.astype(np.float64)) if is_of_time(values, attributes.get(dim, {})) else np.zeros(0)
+        backwards = np.flatnonzero(steps * (np.median(steps) if len(steps) else 0) <= 0)
+        if len(backwards) and np.median(steps):
+            place = backwards[0] + 1
+            yield f"{dim} turns back or stands still at {place} ({values[place - 1]}, then {values[place]})"
 
 
 def spec_of(dtype: np.dtype[Any], attributes: Mapping[Any, Any]) -> VariableSpec:
