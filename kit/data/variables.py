@@ -129,7 +129,8 @@ class ArrayInfo:
         dims = ", ".join(f"{name} {size}" for name, size in zip(self.dims, self.shape, strict=True))
         chunk, shard = (" × ".join(map(str, sides)) for sides in (self.chunk, self.shard or ()))
         cut = f"chunk {chunk}" + (f" in shards of {shard}" if self.shard else "")
-        meaning = f", {self.long_name} [{self.units}]" if self.long_name or self.units else ""
+        meant = " ".join(filter(None, (self.long_name, f"[{self.units}]" if self.units else "")))
+        meaning = f", {meant}" if meant else ""
         for name, one in zip(self.dims, self.matched, strict=False):
             meaning += "" if one is None else f", {one.size} along {name} matched"
         return f"{self.name} ({dims}) {self.dtype}, {format_bytes(self.nbytes)}, {cut}{meaning}"

@@ -36,6 +36,8 @@ LARGEST_ERROR_FRACTION = FAR / 2
 """Standard error of a mean: twice that is `FAR`, so that with a larger one chance alone makes a ratio far."""
 SPEED = "samples_per_second"
 COUNTED = ("requests_per_sample", "bytes_per_sample")
+MOST_EFFICIENCY = 1.2
+"""Of devices against as many times one of them: more is no scaling, but a trial that something else slowed down."""
 NO_SPEED = ("name", "trial.", "training.max_", "commit.", "profiler.", "build.", "queries.", "calibration.")
 """Settings that change neither how fast a step is nor what it reads."""
 _MOST_EARLIER = 5
@@ -287,6 +289,14 @@ def correction(ratios: Sequence[float]) -> float:
     off = math.log(statistics.median(ratios))
     doubt = TRIAL_DEVIATION / math.sqrt(len(ratios))
     return math.exp(off**3 / (off**2 + doubt**2))
+
+
+def beyond_its_devices(efficiency: float) -> str:
+    """What a scaling efficiency above `MOST_EFFICIENCY` means."""
+    return (
+        f"{efficiency:.3g} × as fast as so many single devices, which more devices do not bring about: something else "
+        "slowed the trial on fewer, so neither is known before it runs again alone"
+    )
 
 
 def range_words(known: SpeedRange) -> str:

@@ -18,6 +18,7 @@ from typing import Any
 from kit.arguments import checks_arguments
 from kit.config import Config
 from kit.errors import ConfigError, Problem, TrialError
+from kit.records.ratios import MOST_EFFICIENCY, beyond_its_devices
 from kit.records.results import Results
 from kit.records.row import UNREADABLE, Row, config_of, flat, row_of
 from kit.registry import Drawable
@@ -175,7 +176,8 @@ class Comparison(Drawable):
             lines.append("mean ± standard deviation over the runs of a config; of speeds the geometric mean")
         if not self.differences and len(self.groups) > 1:
             lines.append("their configs are the same: module or data differ")
-        return lines
+        speeds = ((group.name, self.scaling_efficiency(group) or 0.0) for group in self.groups)
+        return [*lines, *(f"{name}: {beyond_its_devices(one)}" for name, one in speeds if one > MOST_EFFICIENCY)]
 
     @property
     def troubles(self) -> list[str]:

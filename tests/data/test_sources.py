@@ -293,7 +293,8 @@ def test_a_time_that_leaves_out_or_turns_back_is_told_of(tmp_path, as_store):
     assert "data.gap_dimension: time" in gap
     for times in ([0, 1, 2, 2, 3], [0, 1, 2, 1, 2, 3]):
         ((note,), (_,)) = told(times)
-        assert note.startswith("time turns back or stands still at 3 (")
+        assert note.startswith("time turns back")
+        assert "at 3 (" in note
 
 
 def test_names_along_a_dimension_are_no_coordinate_of_the_store_and_said_to_be_left_out(tmp_path):

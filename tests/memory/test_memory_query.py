@@ -80,6 +80,7 @@ def test_ranks_that_do_not_add_up_are_refused_with_the_arithmetic(changes, world
         ({"module": "kit.testing:TinyModul"}, TargetError, "did you mean"),
         ({"changes": {"model.arguments": {"hidth": 1}}, "module": None}, ConfigError, "hidth.*mean 'width'"),
         ({"device": "A1000"}, PlanError, "no GPU model"),
+        ({"device": "M2 Max"}, PlanError, "Apple"),
         ({"device": "-3 GiB"}, PlanError, "-3 GiB"),
     ],
 )

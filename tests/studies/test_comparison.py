@@ -78,6 +78,10 @@ def test_scaling_is_told_of_groups_that_differ_in_their_devices_only(comparison)
     assert comparison.scaling_efficiency(wide) is None
     assert comparison.columns[-1] == "scaling efficiency"
     assert [line[-1] for line in comparison.rows] == ["–", "–", "0.83"]
+    slow = group("one", [12.0])
+    disturbed = Comparison((slow, group("two", [160.0], TWO_DEVICES, world_size=2)))
+    assert any(text.startswith("two: 6.67 ×") for text in disturbed.remarks)
+    assert not any("two: " in text for text in comparison.remarks)
 
 
 def test_what_nobody_measured_is_no_column(comparison):

@@ -163,7 +163,10 @@ def test_figures_of_a_busy_machine_are_said_to_be_so():
     diagnosis = judge(busy, source(busy))
     assert re.search("waited 40% .*core", diagnosis.notes[0])
     assert diagnosis.notes[0] in diagnosis._repr_html_()
-    quiet = evidence(queued_fraction=0.02)
+    assert len(diagnosis.notes) == 1
+    crowded = evidence(queued_fraction=0.4, compute_threads=2)
+    assert "hardware.threads_per_rank: 1" in judge(crowded, source(crowded)).notes[1]
+    quiet = evidence(queued_fraction=0.02, compute_threads=2)
     assert judge(quiet, source(quiet)).notes == ()
 
 

@@ -140,6 +140,7 @@ CARDS: tuple[Card, ...] = (
 """GPU models by rising memory."""
 
 
+_OF_APPLE = frozenset({"apple", "mac", "macbook", "m1", "m2", "m3", "m4", "m5"})
 _HERE = frozenset({"cpu", "cuda", "gpu", "mps", "here", "auto", "local"})
 """What torch and Lightning call a device of this machine, whichever it is."""
 
@@ -167,6 +168,10 @@ def find_card(name: str) -> Card:
         raise PlanError(f"{name!r} names no model; for what is here, did you mean {THIS_MACHINE!r}?")
     if not words:
         raise PlanError(f"{name!r} names no device; give a GPU model such as 'A100-40GB', or {THIS_MACHINE!r}")
+    if words & _OF_APPLE:
+        raise PlanError(
+            f"{name!r} is Apple's: kit predicts NVIDIA's GPUs, this machine's CPU, and a size such as '24 GiB'"
+        )
     # All sizes of the model that is named in other words ("A100 PCIe"), unless spelling tells which.
     near = close if close and (close[0] in alike or not alike) else alike
     hint = f"did you mean {' or '.join(map(repr, near))}?" if near else f"known are {', '.join(known)}."

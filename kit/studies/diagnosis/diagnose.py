@@ -404,6 +404,11 @@ def judge(evidence: Evidence, source: RunSource, notes: Sequence[str] = ()) -> D
             f"the machine was busy: training waited {queued:.0%} of the time for a core; figures and predicted effects "
             "are of that time, so run it again when less else runs"
         )
+        if (threads := evidence.compute_threads) > 1 and not evidence.on_gpu:
+            remarks.append(
+                f"{threads} compute threads wait for the slowest of them in each operator: where a core is taken, "
+                f"hardware.threads_per_rank: {threads - 1} may be faster; kit.studies.try_change tells"
+            )
     return Diagnosis(
         evidence=evidence, findings=tuple(findings), roofline=roofline_of(evidence),
         values={rule.name: value for rule, value in known.items()},

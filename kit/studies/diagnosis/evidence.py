@@ -122,6 +122,8 @@ class Evidence:
     """Who says how many samples a batch has, as "your DataLoader"; empty where `loader.batch_size` does."""
     cores: int | None
     """Of the machine, when the trial ran on this one."""
+    compute_threads: int = 1
+    """Of a rank, that share the work of an operator."""
     batches: int
     """Measured ones, of all ranks."""
     samples_per_second: float | None
@@ -363,6 +365,7 @@ def evidence_of(trial: Trial, peaks: Peaks | None = None, profile: Profile | Non
         config=config, accelerator=accelerator, world_size=int(started.get("world_size", 1)),
         own_loader=own, given_loader=given, whose_batches="" if own else _whose_batches(trial, given),
         cores=hardware().cores if here else None, batches=len(steps),
+        compute_threads=int(trial.environment.get("threads_per_rank") or 1),
         samples_per_second=samples_per_second(trial), warnings=tuple(trial.warnings), peaks=peaks, layout=layout,
         hosts=hosts, unit_costs=unit_costs(_acts(hosts, work), _row_bytes(hosts)) if here else {},
         decoded=_decoded(hosts) if here else {}, **_uneven(steps),

@@ -28,6 +28,7 @@ from kit.machine.machine import hardware
 from kit.memory.prediction import predict_memory
 from kit.memory.replay.cards import THIS_MACHINE
 from kit.memory.replay.estimate import MemoryEstimate
+from kit.records.ratios import MOST_EFFICIENCY, beyond_its_devices
 from kit.registry import Drawable
 from kit.speed.links import Link, find_link, link_within
 from kit.studies.scaling.bill import Power, RunPrices, carbon_reasons, power_of, prices_of
@@ -237,6 +238,11 @@ def _memories(
 
 def _how(scaling: Scaling, priced: bool) -> list[str]:
     base = scaling.base
+    beyond = [
+        f"{step.devices} devices: {beyond_its_devices(speed)}"
+        for step in scaling.steps[1:]
+        if (speed := base.seconds / step.seconds) > MOST_EFFICIENCY and not priced
+    ]
     parts = (
         f"from {base.devices} device{'s' * (base.devices > 1)}: {format_seconds(base.seconds)} a batch, "
         f"{format_seconds(base.train_seconds)} of them training, {format_seconds(base.wait_seconds)} waiting for data"
@@ -251,7 +257,7 @@ def _how(scaling: Scaling, priced: bool) -> list[str]:
         f"fitted to {counts} devices: each doubling in a node slows compute by {scaling.contention:.1%}, "
         f"{scaling.exchange_words}; {scaling.unexplained_fraction:.1%} are left unexplained"
     )
-    return [parts, exchanged, fit]
+    return [*beyond, parts, exchanged, fit]
 
 
 def _priced(prices: RunPrices) -> list[str]:
