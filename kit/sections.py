@@ -243,7 +243,10 @@ class Training(Section):
 class Loader(Section):
     """How batches are read ahead of the model."""
 
-    batch_size: int = setting(16, "Samples per batch on each device.", unit="samples", ge=1)
+    batch_size: int = setting(
+        16, "Samples per batch on each device. The last batch of an epoch of kit's own data may hold one more, so that "
+        "all ranks take as many steps.", unit="samples", ge=1,
+    )  # fmt: skip
     num_workers: int = setting(
         0, "Loader processes of each rank. 0 streams in threads, which is enough unless a transform is heavy.",
         unit="processes", ge=0, le=256,

@@ -132,6 +132,8 @@ class Dataset:
         unknown = next((name for name in variables if name not in self.arrays), None)
         if unknown is not None:
             hint = did_you_mean(unknown, self.arrays or ["no arrays"])
+            if unknown in self.levels:
+                hint = f", which is of resolution {self.levels[0]}; {redact(self.url)}/{unknown} opens the other"
             raise _variables_error(f"no variable {unknown!r} in {redact(self.url)}{hint}")
         chosen = [self.arrays[name] for name in variables] or self._main_arrays()
         first = max(chosen, key=lambda info: len(info.shape))

@@ -139,7 +139,8 @@ def join(
             for name, info in part.arrays.items():
                 if name in arrays:
                     raise _error(
-                        f"two stores have a variable {name!r}; give a dimension that they follow each other in"
+                        f"two stores have a variable {name!r}; give a dimension that they follow each other in, or "
+                        "build one store of both, from an xarray.Dataset that names them apart"
                     )
                 arrays[name] = info
     else:

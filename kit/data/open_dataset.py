@@ -295,8 +295,11 @@ def _open_group(store: Store, url: str) -> zarr.Group | None:
     except FileNotFoundError:
         if read_object(store, ".zarray", url) is not None:  # of version 2, which zarr does not look for here
             return None
+        folder = local_folder(url)
+        there = folder is not None and folder.is_dir() and any(folder.iterdir())
+        hint = "; other files there are built from where data.source names them" if there else ""
         raise NoGroupError(
-            f"{redact(url)}: no Zarr group there; correct the address, or build it with kit.build(config)"
+            f"{redact(url)}: no Zarr group there; correct the address, or build it with kit.build(config){hint}"
         ) from None
     except Exception as error:
         raise store_error(url, error) from None

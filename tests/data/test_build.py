@@ -199,8 +199,9 @@ def test_a_builder_killed_at_every_write_resumes_to_the_same_bytes(tmp_path, tin
 
 def test_an_interrupt_leaves_a_store_that_says_how_far_it_got_and_can_be_finished(place, tiny_config):
     config = tiny_config(f"{place}/t.zarr")
-    with pytest.raises(KeyboardInterrupt):
+    with pytest.raises(KeyboardInterrupt) as stopped:
         build(config, progress=stop_after(5), threads=1)
+    assert "goes on" in " ".join(stopped.value.__notes__)
     with pytest.raises(UnfinishedStoreError, match=r"\d+ of 12 objects .*kit\.build") as caught:
         open_dataset(config)
     before = int(str(caught.value).split(" of 12")[0].split()[-1])

@@ -337,6 +337,8 @@ def test_the_finest_level_of_an_image_pyramid_is_read_and_told(tmp_path, version
     assert f"resolution {info.name}" in str(dataset)
     assert_same(streamed(tmp_path / "a.zarr"), {info.name: image})
     assert_same(built(str(tmp_path / "a.zarr"), tmp_path / "t.zarr").data_vars, {info.name: image})
+    with pytest.raises(ConfigError, match=rf"a\.zarr/{dataset.levels[1]} opens"):
+        dataset.select([dataset.levels[1]])
     coarser = f"{tmp_path}/a.zarr/{dataset.levels[1]}"
     values = zarr.open_array(coarser, mode="r")[...]
     assert open_dataset(coarser).select()[0].dims == ("c", "y", "x")

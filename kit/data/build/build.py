@@ -256,7 +256,7 @@ class _Builder:
                 if not ended:
                     scheduler.check()
             self._save()
-        except BaseException:  # running shards finish and are recorded, waiting ones are dropped
+        except BaseException as error:  # running shards finish and are recorded, waiting ones are dropped
             # Dask never wakes who waits for a future that was cancelled while its task ended.
             left = [future for future in running if not future.cancel()]
             for future in wait(left).done:
@@ -264,6 +264,8 @@ class _Builder:
                     self._unsaved += future.result()
             with suppress(StoreError):
                 self._save()
+            if isinstance(error, KeyboardInterrupt):
+                error.add_note(f"kit.build: {len(self.finished)} objects are kept; the same call goes on from there")
             raise
 
     def _take(self, ended: list[Future[list[ObjectRecord]]]) -> None:

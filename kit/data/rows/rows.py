@@ -234,7 +234,10 @@ def open_rows(
         if not file.exists():
             raise MissingRowsError(f"{file} does not exist{near(file) or '; write it with kit.data.write_rows'}")
         if file.suffix not in _FILES:
-            raise RowsError(f"{file} is no .npy, .pt or .pth file; those are mapped, and a Zarr array is a folder")
+            raise RowsError(
+                f"{file} is no .npy, .pt or .pth file; those are mapped, and a Zarr array is a folder; of any other "
+                "give the array itself, or write it once with kit.data.write_rows"
+            )
         return Rows(_FILES[file.suffix](file, parse_bytes(page_cache_bytes, "page_cache_bytes")), indices, dtype)
     if file is None and Path(url).suffix in _FILES:
         raise RowsError(
