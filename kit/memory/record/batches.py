@@ -158,17 +158,32 @@ def _collatable(loader: DataLoader[Any], size: int) -> Samples:
             drawn at random. Another sampler may put like ones together, which is then a note.
     """
     samples = largest_samples(loader, size)
+    share = samples.mean_fraction if size == 1 else samples.padded_fraction
     if samples.unlike and size > 1:
         try:
-            loader.collate_fn(list(samples.unlike))
+            if _lie_in_a_row(loader.collate_fn, samples.unlike):
+                share = samples.mean_fraction
         except Exception as error:
             cause = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
             told = f"samples that differ in size fit no batch ({cause})"
             if type(loader.sampler) is RandomSampler:
                 message = f"{told}; give the DataLoader a collate_fn that pads them, or make them of one size"
                 raise ConfigError([Problem("data", message)]) from error
-            return replace(samples, notes=(*samples.notes, f"{told}: batches were taken to be of one size"))
-    return samples
+            samples = replace(samples, notes=(*samples.notes, f"{told}: batches were taken to be of one size"))
+    if not samples.unlike:
+        return samples
+    return replace(samples, notes=(samples.notes[0] + ON_AVERAGE.format(share), *samples.notes[1:]))
+
+
+def _lie_in_a_row(collate: Callable[[list[Any]], Any], unlike: Sequence[Any]) -> bool:
+    """Whether a batch of the largest and the smallest sample holds as much as the two, as of graphs, rather than twice
+    the larger, to which the other is padded."""
+
+    def numbers(samples: Sequence[Any]) -> int:
+        return sum(math.prod(item.shape) for item in describe(collate(list(samples))).tensors)
+
+    both, (large, small) = numbers(unlike), (numbers([sample]) for sample in unlike)
+    return abs(both - large - small) < abs(both - 2 * large)
 
 
 def _extrapolated(probes: Sequence[Batches], size: int) -> Batches | None:
@@ -550,6 +565,10 @@ class Samples:
     notes: tuple[str, ...] = ()
     unlike: tuple[Any, ...] = ()
     """The largest and the smallest of the first ones, where these differ."""
+    mean_fraction: float = 1.0
+    """Of the largest: how large a sample is on average. A batch of samples in a row is of as many such."""
+    padded_fraction: float = 1.0
+    """The same of the longest sample in a batch, to which the others are padded."""
 
 
 def largest_samples(loader: DataLoader[Any], batch_size: int = 1) -> Samples:
@@ -587,9 +606,11 @@ def largest_samples(loader: DataLoader[Any], batch_size: int = 1) -> Samples:
             sizes = {size: sample for size, sample in sizes.items() if size in kept}
     of = f" of {total}" if total is not None else ""
     note = f"{DIFFERING[0]}every one is as long as the longest of {len(looked)}{of}"
-    note += ON_AVERAGE.format(_largest_of(looked, batch_size) / max(1, *looked))
-    candidates = [sample for _, sample in _candidates(sizes)]
-    return Samples(candidates, (note,), (candidates[0], smallest))
+    candidates, most = [sample for _, sample in _candidates(sizes)], max(1, *looked)
+    return Samples(
+        candidates, (note,), (candidates[0], smallest), mean_fraction=sum(looked) / len(looked) / most,
+        padded_fraction=_largest_of(looked, batch_size) / most,
+    )  # fmt: skip
 
 
 def _spread_over(dataset: Any, loader: DataLoader[Any], total: int) -> Iterator[Any]:

@@ -73,10 +73,15 @@ def test_one_long_sample_among_many_short_ones_that_come_quickly_is_found():
     assert len(largest_samples(DataLoader(Lengths(lengths))).candidates[0]) == 99
 
 
-@pytest.mark.parametrize(("batch_size", "share"), [(1, "0.55"), (2, "0.72"), (1000, "1.00")])
-def test_a_note_says_how_large_a_batch_is_on_average(batch_size, share):
-    """A batch is padded to its longest sample: of two, drawn evenly from one to ten, 7.15 on average."""
-    (note,) = largest_samples(DataLoader(Lengths([1 + index % 10 for index in range(100)])), batch_size).notes
+@pytest.mark.parametrize(
+    ("batch_size", "collate", "share"),
+    [(1, pad_sequence, "0.55"), (2, pad_sequence, "0.72"), (64, pad_sequence, "1.00"), (64, torch.cat, "0.55")],
+)
+def test_a_note_says_how_large_a_batch_is_on_average(batch_size, collate, share):
+    """A batch is padded to its longest sample: of two, drawn evenly from one to ten, 7.15 on average; or it holds its
+    samples in a row."""
+    data = Lengths([1 + index % 10 for index in range(100)])
+    (note,) = look_at(DataLoader(data, batch_size, collate_fn=collate)).notes
     assert note.endswith(f"{share} of that")
 
 
