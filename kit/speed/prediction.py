@@ -33,7 +33,7 @@ from kit.memory.query import MOST_RANKS, MemoryQuery, make_query
 from kit.memory.recordings import RecordingRequest, UnansweredError, cached_recording, recordings_of
 from kit.memory.replay.cards import CARDS, THIS_MACHINE, DeviceTarget, emulated, target_of
 from kit.memory.replay.estimate import MemoryEstimate, asked_words
-from kit.memory.replay.replay import DIFFERING, GUESSED_CONDITION, NOTHING_TRAINED, ON_AVERAGE, Recording
+from kit.memory.replay.replay import DIFFERING, GUESSED_CONDITION, NOTHING_TRAINED, ON_AVERAGE, UPPER_BOUND, Recording
 from kit.registry import Drawable, load
 from kit.speed.card_costs import CardCosts, card_of
 from kit.speed.cost_table import CostTable
@@ -322,7 +322,7 @@ def _sources(time: StepTime, costs: Costs, devices: int, within: Link) -> list[s
     if isinstance(costs, CostTable) and costs.busy_cores > BUSY_CORES:
         found.append(
             f"other programs or machines used {costs.busy_cores:.1f} cores while operators were measured: the costs "
-            "may be too high, and serve this kernel alone"
+            "may be too high, and serve this kernel alone; what trains beside them takes longer than on quiet cores"
         )
     if isinstance(costs, CostTable) and costs.slowness > _UNEVEN:
         found.append(
@@ -379,7 +379,8 @@ def _edges(recording: Recording, step: StepOperators) -> tuple[list[str], float]
     bounds = () if sizes_told else facts.get("bounds", ())
     if unknown := list(dict.fromkeys([*guessed, *facts.get("conditions", ()), *bounds])):
         more = f", and {len(unknown) - 1} more" if len(unknown) > 1 else ""
-        found.append(f"the step depends on numbers that a dry run does not have; it is priced as if {unknown[0]}{more}")
+        first = unknown[0].removesuffix(UPPER_BOUND)  # of memory: another kernel may hold less and take longer
+        found.append(f"the step depends on numbers that a dry run does not have; it is priced as if {first}{more}")
     return found, _UNMODELLED_DOUBT if found else 1.0
 
 

@@ -77,7 +77,8 @@ class BuildPlan:
     @property
     def peak_bytes(self) -> int:
         """Predicted peak of each process, over what it holds before."""
-        return OVERHEAD_BYTES + self.threads * max(grouping.task_bytes for grouping in self._used)
+        at_once = min(self.threads, self.tasks)
+        return OVERHEAD_BYTES + at_once * max(grouping.task_bytes for grouping in self._used)
 
     @property
     def total_bytes(self) -> int:
@@ -191,7 +192,11 @@ def plan_tasks(config: Config, blueprint: Blueprint, source: Source, threads: in
     requested = slots_of(config.build, threads)
     layouts = {
         name: Recut(
-            shape=writer.shape, itemsize=writer.dtype.itemsize, source_chunk=chunk_of(source, name), target=writer.cut
+            shape=writer.shape,
+            itemsize=writer.dtype.itemsize,
+            source_chunk=chunk_of(source, name),
+            target=writer.cut,
+            chunk=writer.chunk,
         )
         for name, writer in blueprint.arrays.items()
     }
