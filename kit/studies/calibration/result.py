@@ -179,7 +179,10 @@ def changed(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
 def calibrate(
     config: Any = None, module: Any = None, data: Any = None, *, on_start: Callable[[Trial], object] | None = None
 ) -> Calibration:
-    """Measure loader settings and wait for the answer. It is kept for the next trial of this experiment.
+    """Measure loader settings and wait for the answer.
+
+    It is kept: the next trial of this experiment with `calibration.enabled` takes it without measuring again, and
+    `apply(config)` sets it in any.
 
     Args:
         config: What would run; the default config when left out.
