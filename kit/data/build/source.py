@@ -115,10 +115,10 @@ def coordinate_notes(
     for dim in left_out:
         yield f"{dim} is left out, as it holds no numbers: elements along it are known by their place alone"
     for dim, values in coordinates.items():
-        steps = np.diff(values.astype(np.float64)) if is_of_time(values, attributes.get(dim, {})) else np.zeros(0)
-        backwards = np.flatnonzero(steps * (np.median(steps) if len(steps) else 0) <= 0)
-        if len(backwards) and np.median(steps):
-            place = backwards[0] + 1
+        steps = np.diff(values.astype(np.float64))
+        usual = np.median(steps) if len(steps) and is_of_time(values, attributes.get(dim, {})) else 0.0
+        if usual and (steps * usual <= 0).any():
+            place = np.flatnonzero(steps * usual <= 0)[0] + 1
             yield f"{dim} turns back or stands still at {place} ({values[place - 1]}, then {values[place]})"
 
 

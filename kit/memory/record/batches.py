@@ -161,8 +161,7 @@ def _collatable(loader: DataLoader[Any], size: int) -> Samples:
     share = samples.mean_fraction if size == 1 else samples.padded_fraction
     if samples.unlike and size > 1:
         try:
-            if _lie_in_a_row(loader.collate_fn, samples.unlike):
-                share = samples.mean_fraction
+            both = describe(loader.collate_fn(list(samples.unlike)))
         except Exception as error:
             cause = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
             told = f"samples that differ in size fit no batch ({cause})"
@@ -170,20 +169,26 @@ def _collatable(loader: DataLoader[Any], size: int) -> Samples:
                 message = f"{told}; give the DataLoader a collate_fn that pads them, or make them of one size"
                 raise ConfigError([Problem("data", message)]) from error
             samples = replace(samples, notes=(*samples.notes, f"{told}: batches were taken to be of one size"))
+        else:
+            if _lie_in_a_row(both, loader.collate_fn, samples.unlike):
+                share = samples.mean_fraction
     if not samples.unlike:
         return samples
     return replace(samples, notes=(samples.notes[0] + ON_AVERAGE.format(share), *samples.notes[1:]))
 
 
-def _lie_in_a_row(collate: Callable[[list[Any]], Any], unlike: Sequence[Any]) -> bool:
+def _lie_in_a_row(both: Batches, collate: Callable[[list[Any]], Any], unlike: Sequence[Any]) -> bool:
     """Whether a batch of the largest and the smallest sample holds as much as the two, as of graphs, rather than twice
-    the larger, to which the other is padded."""
+    the larger, to which the other is padded; False where one sample makes no batch."""
 
-    def numbers(samples: Sequence[Any]) -> int:
-        return sum(math.prod(item.shape) for item in describe(collate(list(samples))).tensors)
+    def numbers(batch: Batches) -> int:
+        return sum(math.prod(item.shape) for item in batch.tensors)
 
-    both, (large, small) = numbers(unlike), (numbers([sample]) for sample in unlike)
-    return abs(both - large - small) < abs(both - 2 * large)
+    try:
+        large, small = (numbers(describe(collate([sample]))) for sample in unlike)
+    except Exception:
+        return False
+    return abs(numbers(both) - large - small) < abs(numbers(both) - 2 * large)
 
 
 def _extrapolated(probes: Sequence[Batches], size: int) -> Batches | None:

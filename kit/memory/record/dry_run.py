@@ -578,7 +578,7 @@ def _concluding(truth_of: Callable[[tuple[Any, ...]], bool | None]) -> Observer:
 
     def observe(args: tuple[Any, ...], out: Any) -> None:
         truth = truth_of(args)
-        if truth is not None:
+        if truth is not None and getattr(out, "dtype", None) is torch.bool:  # the bits of a number are no truth
             note_bounds(out, truth, truth)
 
     return observe

@@ -16,6 +16,7 @@ from kit.memory.record.dry_run import VALUE_CHECKS
 from kit.memory.record.fake_mode import FakeMode
 from kit.memory.record.fakes import KNOWN_NUMEL, fake_values, not_traced
 from kit.memory.record.recorder import BlockRecorder
+from kit.memory.record.value_sizes import same_number
 from kit.memory.replay.replay import MASKED
 
 HERE = Path(__file__).name
@@ -350,6 +351,7 @@ def test_a_mask_of_ones_alone_answers_as_one_that_was_read(answers):
     of_some_columns = bool(mask[:, torch.arange(9)].bool().all())
     hides_something = bool((mask == 0).any()), bool((~mask.bool()).any())
     number, places = mask.t()[3, 4].item(), torch.nonzero(mask[2])
+    assert same_number(~mask) is None
     assert (hides_nothing, also_in_part, of_some_columns, *hides_something) == (True, True, True, False, False)
     assert number == 1
     assert places.shape == (512, 1)

@@ -115,6 +115,15 @@ def test_samples_that_fit_no_batch_are_refused_where_they_are_drawn_at_random(lo
     assert "equal size" in in_order.notes[-1]
 
 
+def test_a_loader_that_takes_no_single_sample_is_taken_to_pad():
+    def pairs_only(samples):
+        first, second, *_ = samples
+        return pad_sequence([first, second])
+
+    (note,) = look_at(DataLoader(Lengths([3, 5, 4, 5]), 2, shuffle=True, collate_fn=pairs_only)).notes
+    assert "on average" in note
+
+
 def test_samples_that_are_padded_fit_a_batch():
     padded = look_at(DataLoader(Lengths([3, 5, 4, 5]), 2, shuffle=True, collate_fn=pad_sequence))
     assert padded.tensors[0].shape == (5, 2)
