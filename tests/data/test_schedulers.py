@@ -362,7 +362,12 @@ def test_a_running_cluster_is_used_and_left_running(tmp_path, total):
 
     values = write_slices(tmp_path / "source.zarr")
     with LocalCluster(
-        n_workers=1, threads_per_worker=1, processes=False, dashboard_address=None, protocol="tcp", host="127.0.0.1"
+        n_workers=1,
+        threads_per_worker=1,
+        processes=False,
+        dashboard_address="127.0.0.1:0",
+        protocol="tcp",
+        host="127.0.0.1",
     ) as cluster:
         config = recut(
             tmp_path / "source.zarr", tmp_path / "t.zarr", {"time": 40, "lat": 16, "lon": 16},
@@ -414,7 +419,12 @@ def test_a_failure_ends_a_build_whatever_else_ends_at_that_moment(tmp_path, tiny
     from distributed import LocalCluster
 
     with LocalCluster(
-        n_workers=1, threads_per_worker=2, processes=False, dashboard_address=None, protocol="tcp", host="127.0.0.1"
+        n_workers=1,
+        threads_per_worker=2,
+        processes=False,
+        dashboard_address="127.0.0.1:0",
+        protocol="tcp",
+        host="127.0.0.1",
     ) as cluster:
         for attempt in range(40 if nightly() else 12):
             config = tiny_config(
@@ -431,7 +441,12 @@ def test_a_cluster_whose_last_worker_left_ends_a_build(tmp_path, monkeypatch):
     monkeypatch.setattr(schedulers, "NO_WORKER_SECONDS", 1)
     (tmp_path / "leaving.py").write_text(LEAVING)
     with LocalCluster(
-        n_workers=1, threads_per_worker=1, processes=False, dashboard_address=None, protocol="tcp", host="127.0.0.1"
+        n_workers=1,
+        threads_per_worker=1,
+        processes=False,
+        dashboard_address="127.0.0.1:0",
+        protocol="tcp",
+        host="127.0.0.1",
     ) as cluster:
         config = recut(
             f"{tmp_path}/leaving.py:Leaving", tmp_path / "t.zarr", {"time": 4},

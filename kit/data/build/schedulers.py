@@ -154,10 +154,10 @@ def _dask(settings: Build, slots: Slots, threads: int, memory_bytes: int) -> Ite
                 raise BuildError(message) from None
             stack.enter_context(client)
         else:
-            dashboard = "127.0.0.1:0" if find_spec("bokeh") else None  # a free port; bokeh serves the page
             cluster = distributed.LocalCluster(
                 n_workers=slots.processes, threads_per_worker=threads, processes=True, host="127.0.0.1",
-                memory_limit=memory_bytes + RUNTIME_BYTES, dashboard_address=dashboard, silence_logs=50,
+                memory_limit=memory_bytes + RUNTIME_BYTES, dashboard_address="127.0.0.1:0",  # a free port
+                silence_logs=50,
             )  # fmt: skip
             client = stack.enter_context(distributed.Client(stack.enter_context(cluster), set_as_default=False))
         workers = len(client.scheduler_info(n_workers=-1)["workers"])
@@ -168,7 +168,8 @@ def _dask(settings: Build, slots: Slots, threads: int, memory_bytes: int) -> Ite
         # A task that waits could run on a worker that is not to be used.
         in_flight = used * threads * (2 if used == workers else 1)
         share_thing = stack.enter_context(_sharing(client))
-        yield Scheduler(executor, in_flight, client.dashboard_link or "", share_thing, _WorkerWatch(client).check)
+        link = client.dashboard_link if find_spec("bokeh") else ""  # which serves the page
+        yield Scheduler(executor, in_flight, link or "", share_thing, _WorkerWatch(client).check)
 
 
 class _WorkerWatch:
