@@ -51,7 +51,7 @@ def predict_memory(
 
     Raises:
         ConfigError: for what cannot run as configured.
-        HardwareError: for a precision that the device does not compute.
+        HardwareError: for 16-mixed on a CPU. What a card only emulates is answered, and said.
         PlanError: for an unknown device.
         StoreError: for a store that cannot be read.
         TrialError: when the module cannot be made, or its steps stop with an error of its own, with the user's

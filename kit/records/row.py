@@ -129,7 +129,8 @@ def row_of_trial(trial: Trial) -> Row:
         "cause": trial.cause,
         "message": trial.message or None,
         "profiler": (environment.get("profile") or {}).get("pass"),  # it slows the trial that it watches
-        **{name: fit_started.get(name) for name in ("module", "data", "parameters")},
+        **{name: fit_started.get(name) for name in ("module", "data")},
+        "parameters": parameters_of(trial),
         "strategy": config.hardware.strategy,
         "accelerator": fit_started.get("accelerator") or environment.get("accelerator"),
         "world_size": world_size,
@@ -152,6 +153,12 @@ def row_of_trial(trial: Trial) -> Row:
     # JSON has no NaN: what was not measured is None
     row = {name: None if isinstance(it, float) and not math.isfinite(it) else it for name, it in row.items()}
     return {name: without_secrets(value) for name, value in row.items()}
+
+
+def parameters_of(trial: Trial) -> int | None:
+    """As the fit ended, where layers got their shape with the first batch, else as it began; None before."""
+    found: int | None = trial.event("fit_ended", "parameters") or trial.event("fit_started", "parameters")
+    return found
 
 
 def _measured(trial: Trial) -> Row:

@@ -89,7 +89,7 @@ def predict_speed(
 
     Raises:
         ConfigError: for what cannot run as configured.
-        HardwareError: for a precision that the device does not compute.
+        HardwareError: for 16-mixed on a CPU. What a card only emulates is answered, and said.
         PlanError: for an unknown device or link, and where the step could not be recorded.
         TrialError: when the module cannot be made, with the user's traceback.
 

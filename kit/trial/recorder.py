@@ -103,6 +103,8 @@ class StepRecorder(Callback):
         self.loader: object = None
         self._batches = self._steps_done = 0
         self._has_loss = False
+        self._lazy = False
+        """Whether layers get their shape with the first batch."""
         self._train_started = self._validation_started = 0.0
         self._read_span: tuple[float, float] | None = None
         self._kept: list[tuple[dict[str, Any], dict[str, torch.Tensor], DeviceStep | None]] = []
@@ -128,11 +130,12 @@ class StepRecorder(Callback):
             batches_per_epoch=int(batches) if math.isfinite(batches) else None,
             max_steps=getattr(trainer, "trial_steps", trainer.max_steps),
             max_epochs=trainer.max_epochs,
-            parameters=sum(one.numel() for one in pl_module.parameters() if not is_lazy(one)),
+            parameters=_numbers_of(pl_module),
             left_out_validation=not trainer.limit_val_batches and _validates(trainer, pl_module),
             module=_class_name(pl_module),
             data=None if data is None else _data_words(data),
         )
+        self._lazy = any(map(is_lazy, pl_module.parameters()))
         connector = trainer._logger_connector
         vars(connector)["log_metrics"] = self.clock.timed("logging", connector.log_metrics)
         self.clock.take()
@@ -275,7 +278,13 @@ class StepRecorder(Callback):
             **{f"{part}_seconds": after[f"{part}_seconds"] for part in BESIDE},
             counters=self._counters(),
             peak_host_rss_bytes=peak_rss_bytes(),
+            **({"parameters": _numbers_of(trainer.lightning_module)} if self._lazy else {}),
         )
+
+
+def _numbers_of(module: LightningModule) -> int:
+    """Of all parameters that have a shape by now."""
+    return sum(one.numel() for one in module.parameters() if not is_lazy(one))
 
 
 def _why_no_batch(trainer: Trainer) -> str:

@@ -4,6 +4,7 @@ import math
 import re
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from lightning.pytorch import Callback
@@ -153,3 +154,14 @@ def test_a_row_tells_how_much_slower_a_step_was_by_the_pace_of_its_cores(config)
     assert row_of_trial(trial)["slowdown"] is None
     two = kit.fit(config(ranks=2), TinyModule, TinyData).wait()
     assert two.event("cpu_used")["pace_seconds"] is None, "what ranks do to one another is no pace"
+
+
+class Lazy(TinyModule):
+    def __init__(self):
+        super().__init__()
+        self.layer = torch.nn.Sequential(torch.nn.LazyLinear(5), torch.nn.LazyLinear(1))
+
+
+def test_parameters_that_get_their_shape_with_the_first_batch_are_counted(config):
+    trial = kit.fit(config(), Lazy, TinyData).wait()
+    assert row_of_trial(trial)["parameters"] == 8 * 5 + 5 + 5 + 1

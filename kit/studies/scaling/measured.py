@@ -22,7 +22,7 @@ from kit.errors import ConfigError, KitError, Problem, TrialError
 from kit.events import number
 from kit.machine.processes import BUSY_CORES
 from kit.memory.replay.replay import PHASES
-from kit.records.row import other_cores
+from kit.records.row import other_cores, parameters_of
 from kit.speed.links import Link, Traffic
 from kit.speed.prediction import SpeedEstimate
 from kit.studies.comparison import DEVICES, NO_DIFFERENCE
@@ -288,7 +288,7 @@ def _engine_cpu(config: Config) -> float:
 
 
 def _traffic(trial: Trial) -> Traffic:
-    parameters = int(trial.event("fit_started", "parameters") or 0)
+    parameters = parameters_of(trial) or 0
     element = _HALF_BYTES if str(trial.event("fit_started", "precision")) == "bf16-true" else _FULL_BYTES
     named = trial.config.hardware.strategy
     size = float(parameters * element)
