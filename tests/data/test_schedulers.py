@@ -356,19 +356,22 @@ def test_dask_is_not_imported_unless_it_is_chosen(tmp_path):
     assert done.returncode == 0, done.stderr
 
 
+def one_worker(threads):
+    """A cluster of somebody else's, in this process and on free ports of loopback."""
+    from distributed import LocalCluster
+
+    return LocalCluster(
+        n_workers=1, threads_per_worker=threads, processes=False, dashboard_address="127.0.0.1:0", protocol="tcp",
+        host="127.0.0.1",
+    )  # fmt: skip
+
+
 @pytest.mark.parametrize("total", [0, 400 * MIB], ids=["all workers", "as many as the total holds"])
 def test_a_running_cluster_is_used_and_left_running(tmp_path, total):
-    from distributed import Client, LocalCluster
+    from distributed import Client
 
     values = write_slices(tmp_path / "source.zarr")
-    with LocalCluster(
-        n_workers=1,
-        threads_per_worker=1,
-        processes=False,
-        dashboard_address="127.0.0.1:0",
-        protocol="tcp",
-        host="127.0.0.1",
-    ) as cluster:
+    with one_worker(threads=1) as cluster:
         config = recut(
             tmp_path / "source.zarr", tmp_path / "t.zarr", {"time": 40, "lat": 16, "lon": 16},
             build__scheduler="distributed", build__address=cluster.scheduler_address, build__total_memory_bytes=total,
@@ -416,16 +419,7 @@ def test_a_source_that_fails_on_a_worker_is_named_as_in_this_process(tmp_path, t
 
 @pytest.mark.slow
 def test_a_failure_ends_a_build_whatever_else_ends_at_that_moment(tmp_path, tiny_config):
-    from distributed import LocalCluster
-
-    with LocalCluster(
-        n_workers=1,
-        threads_per_worker=2,
-        processes=False,
-        dashboard_address="127.0.0.1:0",
-        protocol="tcp",
-        host="127.0.0.1",
-    ) as cluster:
+    with one_worker(threads=2) as cluster:
         for attempt in range(40 if nightly() else 12):
             config = tiny_config(
                 tmp_path / f"{attempt}.zarr", data__arguments={"fault": "raise"}, build__scheduler="distributed",
@@ -436,18 +430,9 @@ def test_a_failure_ends_a_build_whatever_else_ends_at_that_moment(tmp_path, tiny
 
 
 def test_a_cluster_whose_last_worker_left_ends_a_build(tmp_path, monkeypatch):
-    from distributed import LocalCluster
-
     monkeypatch.setattr(schedulers, "NO_WORKER_SECONDS", 1)
     (tmp_path / "leaving.py").write_text(LEAVING)
-    with LocalCluster(
-        n_workers=1,
-        threads_per_worker=1,
-        processes=False,
-        dashboard_address="127.0.0.1:0",
-        protocol="tcp",
-        host="127.0.0.1",
-    ) as cluster:
+    with one_worker(threads=1) as cluster:
         config = recut(
             f"{tmp_path}/leaving.py:Leaving", tmp_path / "t.zarr", {"time": 4},
             build__scheduler="distributed", build__address=cluster.scheduler_address,
