@@ -104,7 +104,7 @@ def _trade(case: Case) -> Iterator[str]:
     each = " of each variable" if arrays > 1 else ""
     yield (
         f"{'×'.join(map(str, chosen.chunk))} chunks: {plural(chosen.requests_per_sample / arrays, 'request')} and "
-        f"{chosen.amplification:.3g} × the patch's bytes per sample{each}; "
+        f"{format_count(chosen.amplification)} × the patch's bytes per sample{each}; "
         "smaller = more requests (latency binds), larger = more wasted bytes (bandwidth binds)"
     )
 
@@ -120,7 +120,7 @@ def _choice(case: Case) -> Iterator[str]:
             yield (
                 f"the lightest of {sum(score <= scores[0] * CLOSE for score in scores)} layouts predicted within 10 % "
                 f"of the {'fastest' if single else 'best'}, {named(case.dims, first.chunk)} with "
-                f"{first.amplification:.3g} × the patch's bytes"
+                f"{format_count(first.amplification)} × the patch's bytes"
             )
         if case.chooser.rules.grown(case.access.patch) != case.access.patch:
             yield (

@@ -92,7 +92,7 @@ def remarks(config: Config, source: Source) -> Iterator[str]:
         )
     for name, lacking in getattr(source, "repeated", {}).items():
         times = prod(source.shape[source.dims.index(dim)] for dim in lacking)
-        yield f"stores {name} {times} times over, once for each of {', '.join(lacking)}, which it does not have itself"
+        yield f"stores {name} {times} times over, along {', '.join(lacking)}, which it does not have itself"
     attributes = getattr(source, "coordinate_attributes", {})
     for dim, values in source.coordinates.items():
         gaps = int(breaks(values).sum()) if is_of_time(values, attributes.get(dim, {})) else 0
