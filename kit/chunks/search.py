@@ -226,9 +226,9 @@ def search(
     Raises:
         PlanError: when no object that keeps the rules is small enough.
     """
-    every = [chunk for chunk in dict.fromkeys((*itertools.product(*sides), *also)) if rules.fits(chunk)]
-    large = [chunk for chunk in every if math.prod(chunk) >= rules.least_elements]
-    scores = {chunk: score(chunk) for chunk in large or every}
+    fitting = {chunk: math.prod(chunk) for chunk in (*itertools.product(*sides), *also) if rules.fits(chunk)}
+    least = rules.least_elements if any(size >= rules.least_elements for size in fitting.values()) else 0
+    scores = {chunk: score(chunk) for chunk, size in fitting.items() if size >= least}
     if not scores:  # the smallest sides, the longest of them cut until an object is small enough
         chunk = tuple(map(min, sides))
         while not rules.fits(chunk):
@@ -241,8 +241,7 @@ def search(
     best = min(scores, key=lambda chunk: scores[chunk])
     for _ in range(_MOST_STEPS):
         for chunk in rules.neighbours(best):
-            is_large = not large or math.prod(chunk) >= rules.least_elements
-            if chunk not in scores and is_large and rules.fits(chunk):
+            if chunk not in scores and math.prod(chunk) >= least and rules.fits(chunk):
                 scores[chunk] = score(chunk)
         better = min(scores, key=lambda chunk: scores[chunk])
         if better == best:

@@ -76,9 +76,7 @@ def look_for_real(loader: Any, batch_size: int | None = None) -> Batches:
         found = _collatable(loader, size)
         chosen = list(itertools.islice(itertools.cycle(found.candidates), size))
         if not found.notes:  # all of one size: then as different as they are
-            data: Any = loader.dataset
-            samples = iter(data) if isinstance(data, IterableDataset) else _spread_over(data, loader, len(data))
-            first = list(within(samples, size, LOOK_SECONDS))
+            first = list(within(_spread_over(loader), size, LOOK_SECONDS))
             chosen[: len(first)] = first
         batches = replace(describe(loader.collate_fn(chosen), size, whole=True), notes=found.notes)
     else:
@@ -130,9 +128,7 @@ def _from_samples(loader: DataLoader[Any], size: int) -> Batches:
 
 def _singly(loader: DataLoader[Any]) -> Iterator[Batches]:
     """Samples from all over the data set, each as a batch."""
-    data: Any = loader.dataset
-    samples = iter(data) if isinstance(data, IterableDataset) else _spread_over(data, loader, len(data))
-    for sample in within(samples, FIRST_SAMPLES, LOOK_SECONDS):
+    for sample in within(_spread_over(loader), FIRST_SAMPLES, LOOK_SECONDS):
         yield describe(loader.collate_fn([sample]))
 
 
@@ -584,7 +580,7 @@ def largest_samples(loader: DataLoader[Any], batch_size: int = 1) -> Samples:
     """
     dataset: Any = loader.dataset
     total = None if isinstance(dataset, IterableDataset) else len(dataset)
-    samples = iter(dataset) if total is None else _spread_over(dataset, loader, total)
+    samples = _spread_over(loader)
     sizes: dict[Sizes, Any] = {}
     looked: list[int] = []
 
@@ -618,9 +614,14 @@ def largest_samples(loader: DataLoader[Any], batch_size: int = 1) -> Samples:
     )  # fmt: skip
 
 
-def _spread_over(dataset: Any, loader: DataLoader[Any], total: int) -> Iterator[Any]:
-    """Samples from all over the data set, each once, so that the first few are like the rest."""
-    if not total:
+def _spread_over(loader: DataLoader[Any]) -> Iterator[Any]:
+    """Samples from all over the data set, each once, so that the first few are like the rest; an iterable's as they
+    come."""
+    dataset: Any = loader.dataset
+    if isinstance(dataset, IterableDataset):
+        yield from dataset
+        return
+    if not (total := len(dataset)):
         return
     try:
         yield dataset[0]
