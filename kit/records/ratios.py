@@ -79,12 +79,12 @@ def speed_key(config: Config, environment: Mapping[str, Any]) -> str:
     given, machine = environment.get("given") or {}, environment.get("machine") or {}
     what = [given.get(name, "") for name in ("module", "data", "module_identity", "data_identity")]
     where = [machine.get("host"), environment.get("accelerator"), environment.get("world_size")]
-    own = environment.get("trainer")
+    own = (environment.get("trainer") or {}).get("made")
     return _digits([kept, what, where]) + (f"-{_digits(own)}" if own else "")
 
 
 def _digits(value: Any) -> str:
-    return hashlib.sha256(json.dumps(value, sort_keys=True, default=repr).encode()).hexdigest()[:16]
+    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()[:16]
 
 
 def speed_range(earlier: Iterable[Values]) -> SpeedRange | None:
