@@ -1,27 +1,46 @@
-"""in_fresh_process: one call in a process of its own, so that nothing measured before changes what is measured now.
+"""What is measured in a process of its own, so that nothing measured before changes what is measured now.
 
 A process that has loaded for a while is another than one that begins to train: its heap has grown, so that large
-batches cost no page faults any more, its data sets keep what they have read, its files are open. So the process is
-forked for one call. The call runs in a new thread there, since the forking thread's own threads of OpenMP have not come
-along and would be waited for.
+batches cost no page faults any more, its data sets keep what they have read, its files are open. So `in_fresh_process`
+forks one for one call. The call runs in a new thread there, since the forking thread's own threads of OpenMP have not
+come along and would be waited for.
+
+`step_seconds` is what a training step takes when nothing is waited for: one rank trains on its device, with the
+optimizer, precision and levers of the config, on two batches that were loaded before. What the ranks exchange is left
+out, so with several of them a step takes longer than this, and a loader that keeps up with it is fast enough for them
+too. A module that one device cannot train (sharded parameters) cannot be timed so, and the calibration then looks for
+the fastest loader and says why.
 """
 
 from __future__ import annotations
 
 import contextlib
+import itertools
 import multiprocessing
 import os
 import pickle
+import statistics
 import threading
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterator, Sequence
 from multiprocessing.connection import Connection
 from typing import Any, TypeVar
 
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer
+from typing_extensions import override
+
 from kit.errors import TrialError
 from kit.machine.processes import die_with_parent
+from kit.studies.calibration.measure import Subject, apply_batches
+from kit.train.trainer import RANK_VARIABLES, make_trainer
+from kit.trial.context import Context
+from kit.trial.fit_job import make_module
+from kit.trial.payload import Part
 
 Answer = TypeVar("Answer")
 _END_SECONDS = 5.0
+BATCHES, WARMUP_STEPS, STEPS, MOST_SECONDS, TIMEOUT_SECONDS = 2, 3, 12, 5.0, 120.0
 
 
 def in_fresh_process(call: Callable[[], Answer], seconds: float | None = None) -> Answer:
@@ -81,3 +100,63 @@ def _sendable(error: BaseException) -> BaseException:
     except Exception:
         return TrialError(f"{type(error).__name__}: {error}")
     return error
+
+
+def step_seconds(context: Context, module: Part, data: dict[str, Any], subject: Subject) -> float:
+    """Median seconds between the ends of two batches' steps.
+
+    Raises:
+        Exception: whatever the module raises; TrialError when it takes too long.
+    """
+    return in_fresh_process(lambda: _timed(context, module, data, subject), TIMEOUT_SECONDS)
+
+
+def _timed(context: Context, part: Part, data: dict[str, Any], subject: Subject) -> float:
+    for name in RANK_VARIABLES:
+        os.environ.pop(name, None)
+    with subject.loader(subject.present(), 0) as loader:
+        batches = list(itertools.islice(loader, BATCHES))
+    config, timer = context.config.replace({"hardware.strategy": "none", "hardware.devices": "auto"}), _Timer()
+    module = make_module(part, config)
+    trainer = make_trainer(
+        config, accelerator=context.environment["accelerator"], world_size=1,
+        precision=context.environment["precision"], module=module, callbacks=[timer], max_steps=WARMUP_STEPS + STEPS,
+        default_root_dir=context.paths.directory,
+    )  # fmt: skip
+    trainer.fit(module, **apply_batches(data, _Again(batches)))
+    return timer.seconds
+
+
+class _Again:
+    """Batches in memory, over and over."""
+
+    def __init__(self, batches: Sequence[Any]) -> None:
+        self._batches = batches
+
+    def __len__(self) -> int:
+        return 1 << 20
+
+    def __iter__(self) -> Iterator[Any]:
+        return itertools.islice(itertools.cycle(self._batches), len(self))
+
+
+class _Timer(Callback):
+    """Notes when each batch's step ends on the device."""
+
+    def __init__(self) -> None:
+        self._ends: list[float] = []
+
+    @property
+    def seconds(self) -> float:
+        least = min(WARMUP_STEPS, len(self._ends) - 2)
+        return statistics.median(after - before for before, after in itertools.pairwise(self._ends[least:]))
+
+    @override
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        if pl_module.device.type == "cuda":
+            torch.cuda.synchronize(pl_module.device)
+        self._ends.append(time.perf_counter())
+        if len(self._ends) > 2 and self._ends[-1] - self._ends[0] > MOST_SECONDS:
+            trainer.should_stop = True

@@ -6,7 +6,7 @@ left out with its reason; the first one must run. Each is measured in a process 
 (`kit.studies.calibration.fresh`).
 
 What is enough is decided by the step. Where the config does not say how long it takes, it is timed first
-(`kit.studies.calibration.step`). The setting as it is comes first: where it keeps up with the step, the loader is not
+(`step_seconds` there). The setting as it is comes first: where it keeps up with the step, the loader is not
 what holds the training, and nothing is changed.
 
 Before a fit, rank 0 measures in a process forked for it, and the other ranks wait for the file that it writes. So the
@@ -38,7 +38,7 @@ from kit.confinement.confine import confine_process, confined
 from kit.errors import ConfigError, Problem, TrialError, first_line, warn_caller
 from kit.machine.machine import Share, share
 from kit.machine.processes import die_with_parent
-from kit.studies.calibration.fresh import in_fresh_process
+from kit.studies.calibration.fresh import in_fresh_process, step_seconds
 from kit.studies.calibration.measure import (
     MeasurementLimits,
     Observed,
@@ -70,7 +70,6 @@ from kit.studies.calibration.search import (
     sweep_workers,
     worker_counts,
 )
-from kit.studies.calibration.step import step_seconds
 from kit.trial.context import Context, cache_folders
 from kit.trial.fit_job import make_data, show_cells
 from kit.trial.payload import Part
