@@ -23,7 +23,7 @@ How fast is it, and why?
     results          predicted, measured and their ratio: a row for each trial
     recommend        the smallest change that fits a device, or the fastest setting that does
     kit.studies      calibrate, find_batch_size, back_off, verify_levers, verify_sequences, profile, diagnose,
-                     try_change, compare, predict_run, placements, device_peaks, timing
+                     try_change, compare, compare_cards, predict_run, placements, device_peaks, timing
 
 How do I go on from here?
     commit           a LightningCLI file that runs the same without kit's notebook
@@ -78,6 +78,7 @@ if TYPE_CHECKING:
 _FIGURES = {
     "figure.BigRun": "kit.charts.rows:scaling_figure",
     "figure.Calibration": "kit.charts.compare:calibration_figure",
+    "figure.CardComparison": "kit.charts.rows:cards_figure",
     "figure.ChunkPlan": "kit.charts.chunks:chunk_figure",
     "figure.ChunkTable": "kit.charts.chunks:chunk_figure",
     "figure.CommittedRun": "kit.charts.trial:loss_figure",

@@ -98,6 +98,11 @@ def format_count(count: float) -> str:
     raise AssertionError(count)
 
 
+def format_amount(amount: float, unit: str) -> str:
+    """`0.5, "Wh"` -> `"0.5 Wh"`, `12345, "g"` -> `"12.3 kg"`."""
+    return f"{amount:.3g} {unit}" if amount < 1000 else f"{amount / 1000:,.3g} k{unit}"
+
+
 def format_price(amount: float) -> str:
     """`0.0000768` -> `"0.0000768"`, `1234.5` -> `"1,230"`: three digits, written out."""
     if not math.isfinite(amount):

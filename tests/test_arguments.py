@@ -95,7 +95,7 @@ def test_a_recommendation_in_the_order_of_before_warns_and_works():
     from kit.testing import TinyData, TinyModule
 
     with pytest.warns(DeprecationWarning, match="order of kit 0.1"):
-        found = kit.studies.recommend(TinyModule, TinyData, kit.Config(), "H100-80GB")
+        found = kit.recommend(TinyModule, TinyData, kit.Config(), "H100-80GB")
     assert found.config == kit.Config()
 
 

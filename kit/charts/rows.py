@@ -6,17 +6,19 @@ the peak memory of the reader and of the database, measured (filled) over predic
 reading the whole table, by the number of query chunks; a count that failed keeps its place, without bars.
 `scaling_figure` shows hours of all epochs over devices, both logarithmic, with their range, perfect scaling and what
 was measured, the limit that decides told by shape and colour; beside it device-hours, or money where there are prices.
+`cards_figure` shows money, or device-hours, against the time of the run, a line for each card over its devices.
 """
 
 from __future__ import annotations
 
+import math
 import textwrap
 from bisect import bisect_left, bisect_right
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from kit.charts import style as look
-from kit.units import format_bytes, format_seconds
+from kit.units import format_bytes, format_price, format_seconds
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -24,6 +26,7 @@ if TYPE_CHECKING:
 
     from kit.data.tables.measure import QueryCheck
     from kit.studies.placement import Placements
+    from kit.studies.scaling.cards import CardComparison
     from kit.studies.scaling.predict import BigRun
 
 _ROW_INCHES, _EDGE_INCHES = 0.5, 1.1
@@ -132,7 +135,7 @@ _BETWEEN = {
     30 * _DAY: "30 days", 120 * _DAY: "120 days", 730 * _DAY: "2 years", 1825 * _DAY: "5 years",
 }  # fmt: skip
 """For an axis on which only the ends are round."""
-_FEWEST_TICKS = 3
+_FEWEST_TICKS, _MOST_TICKS = 3, 9
 
 
 def scaling_figure(run: BigRun) -> Figure:
@@ -193,3 +196,50 @@ def _draw_time(axes: Axes, run: BigRun) -> None:
     axes.set_ylim(min(min(shown), least), max(max(shown), most))
     axes.set_yticks([*shown], [*shown.values()])
     axes.legend(loc="best")
+
+
+def cards_figure(comparison: CardComparison) -> Figure:
+    """What `kit.studies.compare_cards` answers, drawn: what is to the left ends sooner, what is below costs less."""
+    chart = look.figure(8.0, 4.4)
+    currency = comparison[0].prices.currency
+    cost = f"money, {currency}".rstrip(", ") if comparison.priced else "device-hours"
+    axes = look.add_axes(
+        chart, (0.1, 0.13, 0.66, 0.68), title=f"{cost}, and time of the run on each number of devices", x="whole run",
+        y=cost, grid="both",
+    )  # fmt: skip
+    with look.drawing():
+        axes.set_xscale("log")
+        axes.set_yscale("log")
+        for place, card in enumerate(comparison.runs):
+            rows = sorted((row for row in comparison if row.card == card), key=lambda row: row.run.devices)
+            colour = look.COLOURS[place % len(look.COLOURS)]
+            points = [(row.run.total_seconds, row.run.money or row.run.device_hours) for row in rows]
+            style = look.DASHES[place // len(look.COLOURS) % len(look.DASHES)]
+            axes.plot(*zip(*points, strict=True), style, color=colour, label=card, linewidth=1.0)
+            for row, point in zip(rows, points, strict=True):
+                axes.plot(*point, "o" if row.fits else "x", color=colour)
+                look.note(axes, point, str(row.run.devices), above=True, xytext=(0, 3), fontsize=7.5)
+        if not all(row.fits for row in comparison):
+            axes.plot([], [], "x", color=look.INK, label="does not fit")
+        axes.minorticks_off()
+        _set_ends(axes, "x", [row.run.total_seconds for row in comparison], _ROUND_SECONDS | _BETWEEN)
+        costs = [row.run.money or row.run.device_hours for row in comparison]
+        _set_ends(axes, "y", costs, {step * 10.0**power: format_price(step * 10.0**power)
+                                     for power in range(-6, 9) for step in (1, 2, 5)})  # fmt: skip
+        axes.legend(loc="upper left", bbox_to_anchor=(1.02, 1.0))
+    for place, part in enumerate(comparison.sentence.split("; ")):
+        look.finding(chart, part, 0.231 + 0.22 * place)
+    return chart
+
+
+def _set_ends(axes: Axes, direction: str, values: Sequence[float], ticks: Mapping[float, str]) -> None:
+    """From the last tick below all values to the first above; of two whose words would touch, one is not written."""
+    shown = _around(ticks, min(values), max(values))
+    low, high = min(*shown, *values), max(*shown, *values)
+    axes.set(**{f"{direction}lim": (low, high)})
+    apart = math.log(high / low) / _MOST_TICKS
+    kept: dict[float, str] = {}
+    for tick, words in shown.items():
+        if not kept or math.log(tick / max(kept)) >= apart:
+            kept[tick] = words
+    axes.set(**{f"{direction}ticks": [*kept], f"{direction}ticklabels": [*kept.values()]})

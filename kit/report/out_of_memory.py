@@ -2,7 +2,7 @@
 
 What was held is read from the snapshot that the rank left (`kit.memory.replay.snapshot`), and stands beside what a dry
 run of the same module and data holds at that moment, line by line of the user's code. The smallest change that fits is
-what `kit.studies.recommend` says of a device that is smaller by what was not predicted. The snapshot is shown whatever
+what `kit.recommend` says of a device that is smaller by what was not predicted. The snapshot is shown whatever
 became of module and data since.
 """
 

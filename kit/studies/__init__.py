@@ -1,14 +1,17 @@
 """Studies: each asks one question with several short trials, or of trials that ran.
 
     what holds a trial up    `diagnose`, `try_change`, `profile`, `timing`, `open_trace`, `device_peaks`, `calibrate`
-    what would be better     `compare`, `verify_levers`, `verify_sequences`, `placements`
-    what fits                `find_batch_size`, `back_off`, `recommend`
+    what would be better     `compare`, `compare_cards`, `verify_levers`, `verify_sequences`, `placements`
+    what fits                `find_batch_size`, `back_off`, and `kit.recommend`
     what the whole run takes `predict_run`
 
 Names are loaded when first used; `help(kit.studies.diagnose)` explains one.
 """
 
-from typing import TYPE_CHECKING
+from __future__ import annotations
+
+import warnings
+from typing import TYPE_CHECKING, Any
 
 from kit.registry import lazy
 
@@ -26,7 +29,16 @@ if TYPE_CHECKING:
     from kit.studies.profiling.profile import profile as profile
     from kit.studies.profiling.viewer import open_trace as open_trace
     from kit.studies.repeats import try_change as try_change
+    from kit.studies.scaling.cards import compare_cards as compare_cards
     from kit.studies.scaling.predict import predict_run as predict_run
-    from kit.studies.scaling.recommend import recommend as recommend
 
-__getattr__, __dir__ = lazy(__name__)
+_public, __dir__ = lazy(__name__)
+
+
+def __getattr__(name: str) -> Any:
+    if name != "recommend":
+        return _public(name)
+    from kit.studies.scaling.recommend import recommend
+
+    warnings.warn("kit.studies.recommend is kit.recommend now", DeprecationWarning, stacklevel=2)
+    return recommend

@@ -615,6 +615,8 @@ class BatchRule:
             return ""
         if self.size is None:
             return f"{BATCH} is {self.asked}, but {self.whose} may make batches of another size, which are used"
+        if not self.is_worth_a_warning:
+            return f"{self.whose} makes batches of {self.size}, whatever {BATCH} says"
         return (
             f"{BATCH} is {self.asked}, but {self.whose} makes batches of {self.size}, which are used; set "
             f"{BATCH}: {self.size}, make that loader with {self.asked}, or give a Dataset, whose loader kit makes"

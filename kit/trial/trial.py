@@ -401,7 +401,7 @@ class Trial(Drawable):
 
         Args:
             path: The HTML file; by default `memory_report.html` in the run directory.
-            timeout_seconds: After so long no further change is dry-run; by default as in `kit.studies.recommend`.
+            timeout_seconds: After so long no further change is dry-run; by default as in `kit.recommend`.
 
         Returns:
             The path of the file.

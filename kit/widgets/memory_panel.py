@@ -27,7 +27,7 @@ from kit.charts.timeline import memory_figure
 from kit.config import Config
 from kit.errors import KitError, PlanError
 from kit.memory.dials import DATA_ARGUMENTS, ModelDials, model_dials
-from kit.memory.replay.cards import CARDS, THIS_MACHINE, find_card, target_of
+from kit.memory.replay.cards import CARDS, COMMON_CARDS, THIS_MACHINE, find_card, target_of
 from kit.memory.replay.estimate import MemoryEstimate
 from kit.trial.payload import Part, batch_rule
 from kit.widgets.controls import NumberField, correction_note
@@ -45,7 +45,6 @@ SHOWN = {
     "levers": ("gradient_checkpointing", "zero_grad_after_step", "optimizer", "attention"),
     "training": ("gradient_clip_norm",),
 }
-SHOWN_CARDS = ("T4-16GB", "RTX-4090-24GB", "A100-40GB", "H100-80GB", "H200-141GB")
 SLIDERS = {"loader.batch_size": 512, "levers.accumulate_grad_batches": 64}
 """Fields answered while they are moved, and where their sliders end."""
 _DEVICES = (THIS_MACHINE, *(card.name for card in CARDS))
@@ -60,7 +59,7 @@ def memory_panel(
     data: Any = None,
     *,
     device: Device = THIS_MACHINE,
-    cards: Sequence[str] = SHOWN_CARDS,
+    cards: Sequence[str] = COMMON_CARDS,
     sizes: Sequence[str] = (),
 ) -> MemoryPanel:
     """Show sliders for a config and the memory that it would need of a device.
@@ -245,7 +244,7 @@ class MemoryPart:
         data: Any = None,
         *,
         device: Device = THIS_MACHINE,
-        cards: Sequence[str] = SHOWN_CARDS,
+        cards: Sequence[str] = COMMON_CARDS,
         sizes: Sequence[str] = (),
         make_model: Callable[[Config, Device], MemoryModel] | None = None,
         on_end: Callable[[], object] = lambda: None,

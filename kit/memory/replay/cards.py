@@ -139,6 +139,9 @@ CARDS: tuple[Card, ...] = (
 )
 """GPU models by rising memory."""
 
+COMMON_CARDS = ("T4-16GB", "RTX-4090-24GB", "A100-40GB", "H100-80GB", "H200-141GB")
+"""Shown and compared where none is named."""
+
 
 _OF_APPLE = frozenset({"apple", "mac", "macbook", "m1", "m2", "m3", "m4", "m5"})
 _HERE = frozenset({"cpu", "cuda", "gpu", "mps", "here", "auto", "local"})
@@ -234,7 +237,7 @@ def target_of(device: str | int | DeviceTarget, machine: Machine | None = None, 
     if isinstance(device, str) and device.strip().lower() == THIS_MACHINE:
         return _here(hardware() if machine is None else machine, world_size)
     if type(device).__name__ in ("list", "tuple", "set"):
-        each = "ask for each in a loop: a dry run that serves several is made once"
+        each = "ask for each in a loop, or kit.studies.compare_cards; a dry run that serves several is made once"
         raise PlanError(f"{device!r} is no device but a {type(device).__name__}; {each}")
     if isinstance(device, bool) or not isinstance(device, str | int):
         raise PlanError(f"{device!r} is no device; give one, such as 'A100-40GB', '24 GiB' or {THIS_MACHINE!r}")

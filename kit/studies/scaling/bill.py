@@ -24,8 +24,11 @@ from typing import Any
 
 from kit.errors import ConfigError, Problem, did_you_mean
 from kit.trial.trial import Trial
+from kit.units import format_price
 
 _SECONDS_PER_HOUR = 3600.0
+_CENTS = 0.1
+"""Money below this is written with three digits."""
 RATED_WATTS = {
     "B200": 1000.0, "H200": 700.0, "H100": 700.0, "A100": 400.0, "V100": 300.0, "L40S": 350.0, "A40": 300.0,
     "A10G": 300.0, "L4": 72.0, "T4": 70.0, "RTX-A6000": 300.0, "RTX-5090": 575.0, "RTX-4090": 450.0,
@@ -89,7 +92,9 @@ class RunPrices:
         return sum(known) if known else None
 
     def text(self, amount: float | None) -> str:
-        return "–" if amount is None else f"{amount:,.2f} {self.currency}".rstrip()
+        if amount is None:
+            return "–"
+        return f"{format_price(amount) if 0 < amount < _CENTS else f'{amount:,.2f}'} {self.currency}".rstrip()
 
 
 _MARCH_2026 = "costnimbus.com, GPU prices of March 2026, on demand"

@@ -77,6 +77,9 @@ def predicted(speeds: Sequence[SpeedEstimate], counts: Sequence[int] = ()) -> Me
     first, config = speeds[0], speeds[0].config
     if config is None:
         raise ConfigError([Problem("runs", "a speed of no config; give what kit.predict_speed answers")])
+    if len(cards := sorted({speed.device.rpartition("× ")[2] for speed in speeds})) > 1:
+        message = f"predicted speeds of {' and '.join(cards)}; kit.studies.compare_cards sets cards beside one another"
+        raise ConfigError([Problem("runs", message)])
     for other in speeds[1:]:
         if other.config is None or {*config.diff(other.config)} - {*NO_DIFFERENCE, *DEVICES}:
             raise ConfigError([Problem("runs", "predicted speeds that differ in more than devices")])

@@ -36,7 +36,7 @@ from kit.studies.scaling.measured import MeasuredScaling, measure, strategy_for
 from kit.studies.scaling.model import MOST_DEVICES, Bound, Cap, Cluster, Point, Scaling, Step
 from kit.tables import html_list, html_table, text_table
 from kit.trial.directory import contents_to_run
-from kit.units import format_bytes, format_count, format_seconds
+from kit.units import format_amount, format_bytes, format_count, format_seconds
 
 DEVICES = (1, 2, 4, 8, 16, 32, 64)
 _NODE = 8
@@ -376,22 +376,20 @@ class BigRun(Drawable):
         return stream.getvalue()
 
     @property
-    def _headline(self) -> str:
+    def length(self) -> str:
+        """What is run, and how long that is, in words."""
         epochs = f"{format_count(self.samples_per_epoch)} samples × {self.epochs} epoch" + "s" * (self.epochs > 1)
         size = f"{self.steps:,} steps" if self.steps else epochs
-        return f"{self.name}: {size}, {self.batch_size:g} a batch on each device; {self.sentence}"
+        return f"{self.name}: {size}, {self.batch_size:g} a batch on each device"
 
     @property
     def _cells(self) -> list[list[str]]:
-        def thousands(value: float, unit: str) -> str:
-            return f"{value:.3g} {unit}" if value < 1000 else f"{value / 1000:,.3g} k{unit}"
-
         return [
             [
                 str(row.devices), row.strategy, format_seconds(row.seconds_per_epoch),
                 format_seconds(row.total_seconds),
                 f"{format_seconds(row.low_seconds)} to {format_seconds(row.high_seconds)}", f"{row.device_hours:.3g}",
-                self.prices.text(row.money), thousands(row.watt_hours[0], "Wh"), thousands(row.grams, "g"),
+                self.prices.text(row.money), format_amount(row.watt_hours[0], "Wh"), format_amount(row.grams, "g"),
                 f"{row.efficiency:.2f}", "–" if row.memory is None
                 else f"{row.memory.verdict}, {format_bytes(row.memory.device_reserved_bytes)}", row.bound,
             ]
@@ -410,12 +408,12 @@ class BigRun(Drawable):
         ]  # fmt: skip
 
     def __repr__(self) -> str:
-        parts = [self._headline, text_table(_COLUMNS, self._cells)]
+        parts = [f"{self.length}; {self.sentence}", text_table(_COLUMNS, self._cells)]
         parts += [_CHECK_TITLE, text_table(_CHECK_COLUMNS, self._check_cells)] if self.checks else []
         return "\n".join([*parts, *(f"- {text}" for text in self.reasons)])
 
     def _repr_html_(self) -> str:
-        table = html_table(_COLUMNS, self._cells, caption=self._headline, dense=True)
+        table = html_table(_COLUMNS, self._cells, caption=f"{self.length}; {self.sentence}", dense=True)
         cells = self._check_cells
         checks = html_table(_CHECK_COLUMNS, cells, caption=_CHECK_TITLE, dense=True) if cells else ""
         return f'<div style="overflow-x: auto">{table}{checks}</div>{html_list(self.reasons)}'
