@@ -21,6 +21,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from kit.errors import PlanError
+from kit.machine.machine import BF16_CAPABILITY
 from kit.memory.replay.calls import OperatorCall
 from kit.memory.replay.cards import CARDS, Card, DeviceTarget
 from kit.speed.pricing import Cost, slowest
@@ -59,6 +60,10 @@ cuBLAS reaches 600 to 720 of 989 TFLOP/s on H100."""
 GRAPHICS_MEMORY = 1.2
 """Times those fractions of the bandwidth, on cards with GDDR memory: it is narrower for as many cores, which keep it
 busier. Fitted to the 19 of those speeds that are of such cards."""
+EMULATED, _EMULATED_DOUBT = 0.5, 2.0
+"""Of the speed of float32, of products in bf16 on cards that have no units for it: less than half on a T4 (XLA's
+issue 12429), and a ModernBERT there took 4.3 times as long as in float16 (earino, Applied Deep Learning), which this
+makes of it. Older cards are taken alike."""
 KERNEL_SECONDS = 2.5e-6
 """The least that a kernel keeps a GPU busy, launch gap included."""
 _TILE, _INNER = 128, 32
@@ -107,11 +112,17 @@ class CardCosts:
         grouped = f"{'depthwise' if width == 1 else 'grouped'} convolution"
         reached = self.achieved[grouped if width else work.kind]
         of_peak = reached.of_peak * (HOPPER if self.card.capability >= (9, 0) else 1.0)
+        doubt = reached.doubt
+        if work.flops and self._emulates(self._format_of(call, work.kind)):
+            of_peak, doubt = of_peak * EMULATED, max(doubt, _EMULATED_DOUBT)
         compute = self.peak_seconds(call, work) * _padding(call, work.kind) / of_peak
         memory = self._seconds_of_bytes(work.bytes, reached)
         start = KERNEL_SECONDS * _kernels_in_turn(call, work.kind)
         seconds = max(compute, memory) + self._layout_seconds(call, work.kind) + start
-        return Cost(seconds, reached.doubt, "datasheet", slowest(compute, memory, start))
+        return Cost(seconds, doubt, "datasheet", slowest(compute, memory, start))
+
+    def _emulates(self, number_format: str) -> bool:
+        return number_format == "bfloat16" and self.card.capability < BF16_CAPABILITY
 
     def peak_seconds(self, call: OperatorCall, work: Work) -> float:
         """Of its products at the stated peak of the units that they use."""

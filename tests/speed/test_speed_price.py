@@ -227,6 +227,16 @@ def test_tensor_cores_are_used_by_formats_that_the_card_has():
     assert seconds["H100-80GB", "bfloat16"] < seconds["A100-40GB", "bfloat16"]
 
 
+def test_products_that_a_card_only_emulates_take_longer_than_whole_ones():
+    call = product(4096, 4096, 4096)
+    emulated, whole = (
+        CardCosts(find_card("T4")).cost(product(4096, 4096, 4096, dtype), work_of(call))
+        for dtype in ("bfloat16", "float32")
+    )
+    assert emulated.seconds > 1.9 * whole.seconds
+    assert emulated.doubt > whole.doubt
+
+
 def convolution(dtype, last=False, groups=1, channels=64, batch=8):
     images, weight = (batch, channels, 32, 32), (channels, channels // groups, 3, 3)
     strides = (channels * 32 * 32, 1, channels * 32, channels) if last else None

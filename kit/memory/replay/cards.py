@@ -215,7 +215,7 @@ def emulated(precision: str, target: DeviceTarget) -> list[str]:
     instead = "16-mixed, which it has units for" if capability >= _TENSOR_CORES else "32-true, or 16-mixed for memory"
     return [
         f"warning: {target.name} has no units for {precision} (capability {has}, and they begin at {begins}): products "
-        f"are emulated and no faster than in float32; set hardware.precision to {instead}, or leave it on auto"
+        f"are emulated, about half as fast as in float32; set hardware.precision to {instead}, or leave it on auto"
     ]
 
 
