@@ -13,6 +13,9 @@ What a class or function is made with: the names of its arguments and their defa
 arguments without importing torch; a class at hand is asked itself. Names that a module takes from another are followed
 there, and a class without an `__init__` of its own has that of its first base that can be found. Where reading cannot
 tell, the answer is None, never a guess. A default that is no plain value (a name, a call) counts as unknown.
+
+`digest_of` tells a module or data from others of the same class: by the code, by the arguments and variables that a
+function holds, by the shapes of parameters and by what a loader is set to. Numbers in tensors do not count.
 """
 
 from __future__ import annotations
@@ -26,12 +29,13 @@ import importlib
 import importlib.machinery
 import importlib.util
 import inspect
+import itertools
 import re
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from types import FunctionType, ModuleType
+from types import CodeType, FunctionType, MethodType, ModuleType
 from typing import Any
 
 from kit.config import project_folder, resolve_path
@@ -503,3 +507,89 @@ def _imported(node: ast.ImportFrom, name: str, file: Path, module: str) -> str |
     parts = module.split(".") if file.name == "__init__.py" else module.split(".")[:-1]
     package = parts[: len(parts) - (node.level - 1)]
     return f"{'.'.join([*package, *filter(None, [node.module])])}:{name}"
+
+
+# -- what tells one from another of the same class
+
+
+_LIBRARIES = ("torch", "lightning", "lightning_fabric", "pytorch_lightning", "builtins", "abc", "typing", "collections")
+"""Whose code is the same in all."""
+_OF_LOADERS = (
+    "batch_size", "num_workers", "drop_last", "pin_memory", "prefetch_factor", "dataset", "batch_sampler", "sampler",
+    "collate_fn",
+)  # fmt: skip
+_MOST_PARTS, _MOST_ITEMS, _MOST_LETTERS = 20_000, 100, 1000
+"""What is looked at: parts in all, items of each, letters of a text."""
+
+
+def digest_of(value: Any) -> str:
+    """Digits that differ where what is trained, or trained on, differs; nothing is run."""
+    return hashlib.sha256(repr(_Telling().told(value)).encode()).hexdigest()[:16]
+
+
+class _Telling:
+    """Makes plain values of objects, each once."""
+
+    def __init__(self) -> None:
+        self._left = _MOST_PARTS
+        self._seen: dict[int, Any] = {}  # which keeps them alive, so that no other gets their id
+
+    def told(self, value: Any) -> Any:
+        if isinstance(value, str | bytes):
+            return [len(value), value[:_MOST_LETTERS]]
+        if value is None or isinstance(value, int | float | complex):
+            return value
+        self._left -= 1
+        if self._left < 0 or id(value) in self._seen:
+            return type(value).__qualname__
+        self._seen[id(value)] = value
+        try:
+            return self._parts(value)
+        except Exception as error:  # whatever classes of the user's make of being asked
+            return [type(value).__qualname__, type(error).__name__]
+
+    def _parts(self, value: Any) -> Any:
+        kind = type(value)
+        if isinstance(value, Mapping):
+            return [len(value), self._each((str(key), item) for key, item in value.items())]
+        if isinstance(value, list | tuple):
+            return [len(value), self._each(value)]
+        if isinstance(value, set | frozenset):
+            return sorted(map(repr, value))[:_MOST_ITEMS]
+        if isinstance(value, functools.partial):
+            return self._each((value.func, value.args, value.keywords))
+        if isinstance(value, MethodType):
+            return self._each((value.__func__, value.__self__))
+        if isinstance(value, FunctionType):
+            return self._function(value)
+        if isinstance(value, CodeType):
+            return [value.co_code, self._each(value.co_consts), value.co_names]
+        if isinstance(value, type):
+            return self._class(value)
+        if hasattr(value, "shape") and hasattr(value, "dtype"):
+            return [kind.__qualname__, str(value.shape), str(value.dtype)]
+        own = {name: item for name, item in getattr(value, "__dict__", {}).items() if not name.startswith("_")}
+        if hasattr(value, "named_parameters"):
+            parameters = [(name, one.requires_grad, self.told(one)) for name, one in value.named_parameters()]
+            return [self._class(kind), parameters, [type(one).__qualname__ for one in value.modules()], self.told(own)]
+        if hasattr(value, "batch_sampler"):
+            return [self._class(kind), self._each(getattr(value, name, None) for name in _OF_LOADERS)]
+        return [self._class(kind), len(value) if hasattr(kind, "__len__") else None, self.told(own)]
+
+    def _each(self, values: Iterable[Any]) -> list[Any]:
+        return [self.told(one) for one in itertools.islice(values, _MOST_ITEMS)]
+
+    def _class(self, kind: type) -> Any:
+        """Its name, and the code of all that is not torch's or Lightning's."""
+        own = [one for one in kind.__mro__ if one.__module__.partition(".")[0] not in _LIBRARIES]
+        code = [self.told(item.__code__) for one in own for item in vars(one).values() if hasattr(item, "__code__")]
+        return [f"{kind.__module__}:{kind.__qualname__}", code]
+
+    def _function(self, function: FunctionType) -> Any:
+        """Its code, its defaults, and what it takes from where it was made."""
+        taken = [function.__globals__.get(name) for name in function.__code__.co_names]
+        for cell in function.__closure__ or ():
+            with contextlib.suppress(ValueError):  # one that is still empty
+                taken.append(cell.cell_contents)
+        used = [one for one in taken if not isinstance(one, ModuleType)]
+        return [self.told(function.__code__), self.told(function.__defaults__), self._each(used)]

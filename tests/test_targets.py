@@ -1,12 +1,15 @@
 """Import paths, found without importing and loaded."""
 
+import functools
 import subprocess
 import sys
 
 import pytest
+import torch
+from torch.utils.data import DataLoader, TensorDataset
 
 from kit.errors import ConfigError, TargetError
-from kit.targets import find_target, load_target
+from kit.targets import digest_of, find_target, load_target
 
 
 @pytest.fixture
@@ -117,3 +120,58 @@ def test_a_module_in_folders_without_init_is_found_without_importing_them(tmp_pa
     assert "outer_of_none" not in sys.modules
     with pytest.raises(TargetError, match=r"outer_of_none\.inner .*no module 'part'; .* 'parts'"):
         find_target("outer_of_none.inner.part:Net")
+
+
+def loader(features=3, batch_size=4, **options):
+    return DataLoader(TensorDataset(torch.zeros(10, features)), batch_size, **options)
+
+
+def made(width):
+    return lambda: torch.nn.Linear(width, 1)
+
+
+def pads(samples):
+    return torch.stack([sample[0] for sample in samples])
+
+
+@pytest.mark.parametrize(
+    ("make", "other"),
+    [
+        (lambda: torch.nn.Linear(3, 1), lambda: torch.nn.Linear(4, 1)),
+        (lambda: torch.nn.ReLU(), lambda: torch.nn.GELU()),
+        (lambda: made(3), lambda: made(4)),
+        (lambda: functools.partial(torch.nn.Linear, 3), lambda: functools.partial(torch.nn.Linear, 4)),
+        (loader, lambda: loader(batch_size=5)),
+        (loader, lambda: loader(features=4)),
+        (loader, lambda: loader(shuffle=True)),
+        (loader, lambda: loader(collate_fn=pads)),
+        (lambda: (loader(), loader()), lambda: (loader(), loader(batch_size=5))),
+    ],
+)
+def test_a_digest_tells_what_is_made_otherwise_and_not_what_is_made_again(make, other):
+    assert digest_of(make()) == digest_of(make())
+    assert digest_of(make()) != digest_of(other())
+
+
+def test_a_digest_tells_a_class_that_was_written_anew():
+    def written(text):
+        names = {"Module": torch.nn.Module, "__name__": "cell"}
+        exec(f"class Net(Module):\n    def forward(self, x):\n        return {text}", names)
+        return names["Net"]
+
+    assert digest_of(written("x + 1")) == digest_of(written("x + 1"))
+    assert digest_of(written("x + 1")) != digest_of(written("x + 2"))
+    assert digest_of(written("x + 1")()) != digest_of(written("x - 1")())
+
+
+def test_a_digest_ends_with_what_goes_around_in_circles_and_what_cannot_be_asked():
+    class Around:
+        def __init__(self):
+            self.other, self.many = self, [[] for _ in range(100_000)]
+
+        @property
+        def shape(self):
+            raise RuntimeError("not made yet")
+
+    assert digest_of(Around()) == digest_of(Around())
+    assert digest_of(torch.nn.LazyLinear(3)) == digest_of(torch.nn.LazyLinear(3))

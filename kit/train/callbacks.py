@@ -32,6 +32,7 @@ from __future__ import annotations
 
 import os
 import time
+import warnings
 import weakref
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -50,7 +51,7 @@ from typing_extensions import override
 from kit.config import Config
 from kit.data.patches.loader import PatchLoader
 from kit.data.patches.module import PatchData
-from kit.errors import ConfigError, Problem, first_few, warn_caller
+from kit.errors import ConfigError, KitWarning, Problem, first_few, warn_caller
 from kit.events import EventWriter
 from kit.machine.machine import share
 from kit.machine.processes import keep_freed_memory
@@ -407,7 +408,7 @@ Resolved = dict[str, int | float | str | dict[str, int]]
 
 
 class CommittedConfig(Callback):
-    """Carries the Config of a committed run.
+    """Carries the Config of a committed run, and says where a checkpoint it goes on from was of another.
 
     Args:
         config: Its YAML.
@@ -421,6 +422,9 @@ class CommittedConfig(Callback):
         self.given = Config.from_yaml(config, "trainer.callbacks, CommittedConfig.config")
         self.committed = self.given.replace(resolved or {})
         """As it runs."""
+        self.started: dict[str, str] = {}
+        """The file and the arguments of the model that the command line was started with, by dotted path; its
+        checkpoints keep them."""
 
     @override
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
@@ -428,6 +432,30 @@ class CommittedConfig(Callback):
         torch.set_num_threads(hardware.threads_per_rank or max(1, share().cores // trainer.num_devices))
         if hardware.keep_freed_memory and trainer.strategy.root_device.type == "cpu":
             keep_freed_memory()
+
+    @override
+    def state_dict(self) -> dict[str, Any]:
+        return {"started": self.started}
+
+    @override
+    def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
+        before = checkpoint.get("callbacks", {}).get(self.state_key, {}).get("started")
+        if before and self.started and trainer.state.fn == "fit" and trainer.is_global_zero:
+            self._say_what_differs(before)
+
+    def _say_what_differs(self, before: Mapping[str, str]) -> None:
+        changed = [
+            f"{path} was {before.get(path, 'not given')} there and is {self.started.get(path, 'not given')} here"
+            for path in dict.fromkeys((*before, *self.started))
+            if before.get(path) != self.started.get(path)
+        ]
+        if changed:
+            warnings.warn(
+                f"this run goes on from a checkpoint of another: {'; '.join(changed)}. What the optimizer holds, its "
+                "learning rate too, goes on as it was there, and the checkpoint will be replaced; for a run of its own "
+                "commit the changed config, which gets its own folder",
+                KitWarning, stacklevel=2,
+            )  # fmt: skip
 
 
 class CommittedData(PatchData):

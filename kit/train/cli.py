@@ -45,6 +45,7 @@ from kit.checkpoints.uploading import latest_bundle
 from kit.config import Config
 from kit.errors import ConfigError, HardwareError, KitError, Problem, StoreError, TargetError, did_you_mean, first_line
 from kit.targets import find_target, signature_of
+from kit.train.callbacks import CommittedConfig
 from kit.train.choices import Entry
 from kit.train.one_lightning import use_one_lightning
 from kit.train.rendezvous import meet_here
@@ -65,7 +66,7 @@ class CommittedCLI(LightningCLI):
 
     def __init__(self, **options: Any) -> None:
         arguments = options.get("args")
-        check_files(sys.argv[1:] if not isinstance(arguments, list) else arguments)
+        self._files = check_files(sys.argv[1:] if not isinstance(arguments, list) else arguments)
         strict = {**_STRICT, **{name: dict(_STRICT) for name in self.subcommands()}}
         with warnings.catch_warnings():
             # Lightning's own call of a name that jsonargparse has since changed.
@@ -99,6 +100,11 @@ class CommittedCLI(LightningCLI):
             if found is None:
                 raise
             raise found from None
+        trainer: Any = self.trainer
+        for callback in trainer.callbacks:
+            if isinstance(callback, CommittedConfig):
+                settings = plain(self.config.get(self.subcommand, self.config))
+                callback.started = started_with(self._files, settings)
 
     @override
     def before_instantiate_classes(self) -> None:
@@ -170,20 +176,38 @@ _LONGEST = 300
 Values = Mapping[str, Any]
 
 
-def check_files(arguments: Sequence[str]) -> None:
-    """Look at the files that a command line names.
+def started_with(files: Sequence[str], values: Values) -> dict[str, str]:
+    """What a checkpoint keeps of its run, in words: the files, and the arguments that decide what is trained."""
+    found = {"the file": ", ".join(Path(file).name for file in files)}
+    for part in ("model", "optimizer", "lr_scheduler"):
+        found |= {path: str(value) for path, value in _leaves(values.get(part), part)}
+    return found
+
+
+def _leaves(value: Any, path: str) -> Iterator[tuple[str, Any]]:
+    if not isinstance(value, Mapping):
+        yield path, value
+        return
+    for key, inner in value.items():
+        yield from _leaves(inner, f"{path}.{key}")
+
+
+def check_files(arguments: Sequence[str]) -> list[str]:
+    """Look at the files that a command line names, and name them.
 
     Raises:
         ConfigError: with the file and what is wrong in it; a TargetError for a class that is not there.
     """
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     parser.add_argument("--config", "-c", action="append", nargs="?", default=[])
-    for path in filter(None, parser.parse_known_args(list(arguments))[0].config):
+    paths = list(filter(None, parser.parse_known_args(list(arguments))[0].config))
+    for path in paths:
         try:
             text = Path(path).read_bytes().decode("utf-8-sig")
         except (OSError, UnicodeDecodeError) as error:
             raise ConfigError(f"cannot read {path}: {error}") from None
         check_values(read_yaml(text, path), path)
+    return paths
 
 
 def check_values(values: Values, where: str) -> Config | None:

@@ -38,7 +38,7 @@ import cloudpickle
 from kit.config import Config
 from kit.errors import ConfigError, Problem, did_you_mean, warn_caller
 from kit.secrets_in_text import secrets_of
-from kit.targets import class_bodies, find_target, path_of, signature_of, takes_any
+from kit.targets import class_bodies, digest_of, find_target, path_of, signature_of, takes_any
 
 Kind = Literal["default", "path", "class", "factory", "instance", "entry", "module"]
 """`module` is data that the module itself makes the loaders of; the value is then the part of the module."""
@@ -93,15 +93,14 @@ class Part:
 
     @property
     def identity(self) -> str:
-        """Tells it from others: its import path, or where its class or function is from; empty for the default."""
+        """Tells it from others: its import path, or where it is from and what it is made with; empty by default."""
         if self.kind in ("default", "path"):
             return str(self.value or "")
-        if self.kind == "module":
-            return str(self)
+        if self.kind in ("module", "entry"):
+            return f"{self}:{digest_of(self.value)}"
         thing = self.value if self.kind in ("class", "factory") else type(self.value)
-        line = getattr(getattr(thing, "__code__", None), "co_firstlineno", "")
         name = getattr(thing, "__qualname__", type(thing).__qualname__)
-        return f"{getattr(thing, '__module__', '')}:{name}" + (f":{line}" if line else "")
+        return f"{getattr(thing, '__module__', '')}:{name}:{digest_of(self.value)}"
 
     def __str__(self) -> str:
         name = getattr(self.value, "__qualname__", type(self.value).__name__)

@@ -90,6 +90,18 @@ def test_a_trial_with_a_callback_says_nothing_of_those_without(config):
     assert other["samples_per_second_predicted"] == pytest.approx(50.0, rel=0.02)
 
 
+def test_a_trial_of_the_same_class_with_other_arguments_is_none_of_the_same(config):
+    keys = [
+        row_of_trial(kit.fit(config(), module, data).wait())["speed_key"]
+        for module, data in [
+            (TinyModule(), TinyData()), (TinyModule(), TinyData()), (TinyModule(learning_rate=0.5), TinyData()),
+            (TinyModule(), TinyData(batch_size=8)),
+        ]
+    ]  # fmt: skip
+    assert keys[0] == keys[1]
+    assert len({*keys}) == 3
+
+
 @examples(60)
 @given(ratio=st.floats(0.1, 10), trials=st.integers(1, 8))
 def test_a_trial_corrects_by_what_is_more_than_chance(ratio, trials):

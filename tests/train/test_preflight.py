@@ -1,6 +1,7 @@
 """Preflight: everything wrong with a committed run is one clear error before anything is trained."""
 
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -199,6 +200,23 @@ def test_an_option_that_is_none_is_one_line(committed, tmp_path):
     assert done.returncode == 1
     assert "Traceback" not in done.stderr
     assert "no_such" in done.stderr
+
+
+@pytest.mark.slow
+def test_a_run_that_goes_on_from_another_with_other_arguments_says_so(committed, tmp_path):
+    ranks = "--trainer.devices=1", "--trainer.strategy=auto"
+    first = run_cli(tmp_path, "--config", str(committed.file), *ranks, "--trainer.max_epochs=1")
+    assert first.returncode == 0, first.stderr
+    again = run_cli(tmp_path, "--config", str(committed.file), *ranks, "--trainer.max_epochs=2")
+    other = tmp_path / "other.yaml"
+    shutil.copy(committed.file, other)
+    changed = "--model.init_args.learning_rate=0.5"
+    third = run_cli(tmp_path, "--config", str(other), *ranks, "--trainer.max_epochs=3", changed)
+    for run in (again, third):
+        assert run.returncode == 0, run.stderr
+    assert "of another" not in again.stderr
+    assert "learning_rate was 0.001 there and is 0.5 here" in third.stderr
+    assert f"the file was {committed.file.name} there and is other.yaml here" in third.stderr
 
 
 def run_cli(folder, *options):
