@@ -69,7 +69,7 @@ def predict_memory(
     warn_of_unused(query.module, query.data, query.config)
     (recording,) = recordings_of(RecordingRequest(query), timeout_seconds)
     found = estimate_here(query, recording, target)
-    note = rule.made(found.batch_size).note
+    note = "" if "mean_samples" in recording.facts else rule.made(found.batch_size).note
     return replace(found, reasons=(*found.reasons, note)) if note else found
 
 

@@ -224,7 +224,7 @@ def speed_of(
         device=target.name if devices == 1 else f"{devices} × {target.name}", devices=devices,
         batch_size=step.batch_size, accumulate=step.accumulate, time=time, mfu=_mfu(step, time, priced),
         costs=priced.name, on_gpu=target.device_kind == "cuda", link=within,
-        epoch_samples=recording.facts.get("epoch_samples"),
+        epoch_samples=recording.facts.get("epoch_samples"), mean_batch_size=recording.facts.get("mean_samples"),
         busy_cores=table.busy_cores if table else 0.0, pace_seconds=table.pace_seconds if table else 0.0,
         slowness=table.slowness if table else 1.0,
         computing_fraction=_computing_fraction(time, table) if table else 1.0,
@@ -446,6 +446,8 @@ class SpeedEstimate(Drawable):
     """What would run; None where only a recording was priced."""
     epoch_samples: int | None = None
     """Samples of an epoch on all devices, by the loader or by the config for kit's own; None where neither says."""
+    mean_batch_size: float | None = None
+    """Of a micro-batch, where a loader puts fewer samples in it the longer they are; else None."""
     busy_cores: float = 0.0
     """That others used while the operators of this machine were measured."""
     pace_seconds: float = 0.0
@@ -486,9 +488,9 @@ class SpeedEstimate(Drawable):
         return self.step_seconds / _CORRECTED_DOUBT, self.step_seconds * _CORRECTED_DOUBT * slower
 
     @property
-    def samples(self) -> int:
+    def samples(self) -> float:
         """Of an optimizer step, of all devices."""
-        return self.batch_size * self.accumulate * self.devices
+        return (self.mean_batch_size or self.batch_size) * self.accumulate * self.devices
 
     @property
     def samples_per_second(self) -> float:

@@ -42,7 +42,10 @@ from kit.memory.record.value_sizes import note_bounds
 from kit.memory.replay.replay import DIFFERING, ON_AVERAGE
 from kit.units import format_bytes
 
-_BATCHES = 8
+_BATCHES, _MOST_BATCHES = 8, 1000
+_TRADED, _NEARLY = 1.25, 0.9
+"""How much larger than any batch its largest parts together are where samples are traded for their length, and what
+counts as nearly the largest."""
 _LARGEST_COLLATION_BYTES = 1 << 31
 
 
@@ -54,6 +57,8 @@ def look_at(loader: Any, batch_size: int | None = None) -> Batches:
     """
     size = batch_size or own_batch_size(loader)
     if size is not None and isinstance(loader, DataLoader) and loader.batch_sampler is not None:
+        if own_batch_size(loader) is None:
+            _refuse_another_size(_from_batches(loader, None))
         found = _from_samples(loader, size)
     else:
         found = _from_batches(loader, batch_size)
@@ -61,7 +66,15 @@ def look_at(loader: Any, batch_size: int | None = None) -> Batches:
         length = len(loader)
     except (TypeError, NotImplementedError):
         return found
-    return replace(found, length=length, epoch_samples=length * (own_batch_size(loader) or found.batch_size))
+    each = own_batch_size(loader) or found.mean_samples or found.batch_size
+    return replace(found, length=length, epoch_samples=round(length * each))
+
+
+def _refuse_another_size(found: Batches) -> None:
+    if found.mean_samples is not None:
+        decides = "its batch sampler puts fewer samples in a batch the longer they are, so no batch size can be asked"
+        message = f"{decides}; kit.predict_memory tells what the largest of its batches needs"
+        raise ConfigError([Problem("data", message)])
 
 
 def look_for_real(loader: Any, batch_size: int | None = None) -> Batches:
@@ -229,6 +242,8 @@ def _batches_of(loader: Any) -> Iterator[Any]:
 def _from_batches(loader: Any, batch_size: int | None) -> Batches:
     batches = _batches_of(loader)
     looked = [describe(batch) for batch in within(batches, _BATCHES, LOOK_SECONDS)]
+    if len(looked) == _BATCHES and len({_shapes_of(batch) for batch in looked}) > 1:
+        looked += [describe(batch) for batch in within(batches, _MOST_BATCHES, SCAN_SECONDS)]
     if isinstance(batches, Generator):
         batches.close()  # it may hold threads or files
     if not looked:
@@ -245,9 +260,15 @@ def _from_batches(loader: Any, batch_size: int | None) -> Batches:
     return replace(found, tensors=tensors, batch_size=batch_size, notes=(*found.notes, note))
 
 
+def _shapes_of(batch: Batches) -> tuple[tuple[int, ...], ...]:
+    return tuple(item.shape for item in batch.tensors)
+
+
 def _elementwise_largest(looked: Sequence[Batches]) -> Batches:
-    """The largest batch, each of its parts as large as in any batch like it."""
-    shapes = [tuple(item.shape for item in batch.tensors) for batch in looked]
+    """The largest batch, each of its parts as large as in any batch like it, unless that would be none that there is:
+    where a batch holds fewer samples the longer they are."""
+    shapes = [_shapes_of(batch) for batch in looked]
+    mean = sum(batch.batch_size for batch in looked) / len(looked)
     if len(set(shapes)) == 1:
         return looked[0]
     largest = max(looked, key=lambda batch: batch.nbytes)
@@ -259,8 +280,26 @@ def _elementwise_largest(looked: Sequence[Batches]) -> Batches:
         item if item.shape == shape else TensorShape(shape, item.dtype)
         for item, shape in zip(largest.tensors, most, strict=True)
     )
+    found = replace(largest, tensors=tensors, batch_size=max(batch.batch_size for batch in alike))
+    if found.nbytes > _TRADED * largest.nbytes and len({batch.batch_size for batch in alike}) > 1:
+        return _longest_of(alike, mean)
     note = f"{DIFFERING[1]}each part is as large as the largest of {len(looked)} batches"
-    return replace(largest, tensors=tensors, batch_size=max(batch.batch_size for batch in alike), notes=(note,))
+    return replace(found, notes=(note,))
+
+
+def _longest_of(looked: Sequence[Batches], mean: float) -> Batches:
+    """Of the batches that are nearly as large as any, the one of the longest samples, whose attention holds most."""
+    least = _NEARLY * max(batch.nbytes for batch in looked)
+    found = max(
+        (batch for batch in looked if batch.nbytes >= least),
+        key=lambda batch: max((max(item.shape[1:], default=0) for item in batch.tensors), default=0),
+    )
+    counts = [batch.batch_size for batch in looked]
+    note = (
+        f"{DIFFERING[1]}{min(counts)} to {max(counts)} samples, fewer where they are longer; the step is that of the "
+        f"longest of the largest of {len(looked)} batches, and speed counts the mean of {mean:.3g} samples"
+    )
+    return replace(found, notes=(note,), mean_samples=mean)
 
 
 # -- the patches of a config
@@ -446,6 +485,8 @@ class Batches:
     epoch_samples: int | None = None
     """Samples in an epoch of all ranks, by the loader or by kit's config; None when neither says."""
     notes: tuple[str, ...] = ()
+    mean_samples: float | None = None
+    """Of a batch, where batches hold fewer samples the longer they are, and `batch_size` is of one of them."""
 
     def make(self) -> tuple[Any, list[Tensor]]:
         """A new batch, and the new tensors in it."""

@@ -344,6 +344,8 @@ def _recorded(
     recording.facts["may_be_low"] = _may_be_low(run, module, workspaces)
     recording.facts["refused"] = refused
     recording.facts["epoch_samples"] = fake_batches.epoch_samples
+    if fake_batches.mean_samples is not None:
+        recording.facts["mean_samples"] = fake_batches.mean_samples
     recording.facts["notes"] = [*recording.facts["notes"], *fake_batches.notes]
     return recording
 
@@ -656,6 +658,7 @@ class FakeBatches:
         self.batch_size = 0
         """Samples per micro-batch of the first loader, once the data were looked at."""
         self.epoch_samples: int | None = None
+        self.mean_samples: float | None = None
         """Of all ranks, where the first loader or the config says so."""
         self.notes: list[str] = []
         self._looked: list[Batches] = []
@@ -673,7 +676,10 @@ class FakeBatches:
         with self.recorder.paused(), unset_fake_temporarily():
             given = loaders_of(data, batch_size)
             loaders = fake_loaders(given, batch_size, self._make, fewest, self._looked, look=self.look)
-        self.batch_size, self.epoch_samples = self._looked[0].batch_size, self._looked[0].epoch_samples
+        first = self._looked[0]
+        self.batch_size, self.epoch_samples, self.mean_samples = (
+            first.batch_size, first.epoch_samples, first.mean_samples
+        )  # fmt: skip
         self.notes = [note for batches in self._looked for note in batches.notes]
         self.answers.sizes_differ = any(note.startswith(DIFFERING) for note in self.notes)
         strategy = self.trainer.strategy

@@ -87,7 +87,7 @@ def predicted(speeds: Sequence[SpeedEstimate], counts: Sequence[int] = ()) -> Me
     reasons.append("predicted before any trial: what many devices ask of the store is not among the limits")
     samples = first.epoch_samples
     if samples is None and config.training.max_steps:
-        samples = config.training.max_steps * first.samples
+        samples = round(config.training.max_steps * first.samples)
         reasons.append("the length of an epoch is not known before a trial: it is taken as the steps of the run")
     loader = first.time.loader_seconds
     others = _on_devices(first, counts) if len(speeds) == 1 else []
@@ -95,8 +95,8 @@ def predicted(speeds: Sequence[SpeedEstimate], counts: Sequence[int] = ()) -> Me
     return MeasuredScaling(
         config=config, trials=(), on_gpu=first.on_gpu, cores=None, steps=tuple(steps), priced=bool(others),
         loading=Loading(ahead=True, seconds=None if loader is None else loader / first.accumulate), link=first.link,
-        traffic=first.traffic, batch_size=first.batch_size, samples_per_epoch=samples, watts=None,
-        device=first.device.rpartition("× ")[2] if first.on_gpu else "CPU", reasons=tuple(reasons),
+        traffic=first.traffic, batch_size=first.mean_batch_size or first.batch_size, samples_per_epoch=samples,
+        watts=None, device=first.device.rpartition("× ")[2] if first.on_gpu else "CPU", reasons=tuple(reasons),
     )  # fmt: skip
 
 

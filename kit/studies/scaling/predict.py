@@ -380,7 +380,7 @@ class BigRun(Drawable):
         """What is run, and how long that is, in words."""
         epochs = f"{format_count(self.samples_per_epoch)} samples × {self.epochs} epoch" + "s" * (self.epochs > 1)
         size = f"{self.steps:,} steps" if self.steps else epochs
-        return f"{self.name}: {size}, {self.batch_size:g} a batch on each device"
+        return f"{self.name}: {size}, {format_count(self.batch_size)} a batch on each device"
 
     @property
     def _cells(self) -> list[list[str]]:

@@ -190,6 +190,36 @@ def test_batches_chosen_by_a_sampler_of_their_own_are_looked_at_whole():
     assert shapes(look_at(loader, 10)) == [(10, 5)]
 
 
+@pytest.mark.parametrize("tokens", [64, 256])
+def test_batches_of_fewer_samples_the_longer_they_are_are_as_large_as_one_that_there_is(tokens):
+    lengths = [2 + (7 * place) % 31 for place in range(400)]
+    data = Items([{"ids": torch.ones(length, dtype=torch.int64)} for length in lengths])
+    order, batches = sorted(range(len(lengths)), key=lengths.__getitem__), [[]]
+    for index in order:
+        if (len(batches[-1]) + 1) * lengths[index] > tokens:
+            batches.append([])
+        batches[-1].append(index)
+    loader = DataLoader(data, batch_sampler=batches, collate_fn=padded)
+    found = look_at(loader)
+    ((count, length),) = shapes(found)
+    assert (count, length) in {(len(batch), max(lengths[index] for index in batch)) for batch in batches}
+    assert 0.8 * tokens < count * length <= tokens
+    assert length > 25, "nearly the longest"
+    assert found.epoch_samples == 400
+    assert found.mean_samples == pytest.approx(400 / len(batches))
+    assert found.batch_size == count
+    with pytest.raises(ConfigError, match="batch sampler"):
+        look_at(loader, 4)
+
+
+def test_a_last_batch_that_is_smaller_trades_nothing():
+    loader = DataLoader(masked(), batch_sampler=[[*range(40)], [*range(40, 80)], [*range(80, 100)]])
+    found = look_at(loader)
+    assert found.batch_size == 40
+    assert found.mean_samples is None
+    assert shapes(look_at(loader, 4))[0] == (4, 6)
+
+
 def test_a_loader_without_batches_is_refused():
     with pytest.raises(ConfigError, match="no batch"):
         look_at([])
