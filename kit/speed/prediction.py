@@ -216,6 +216,12 @@ def speed_of(
         )
     told, share = _smaller_batches(recording)
     reasons += told
+    if devices > 1 and recording.facts.get("undivided"):
+        reasons.append(recording.facts["undivided"])
+    if why := recording.facts.get("not_ranks", {}).get("ddp"):
+        reasons.append(f"warning: several devices cannot train it: {why}")
+    if devices > 1 and recording.facts.get("sparse_parameters"):
+        reasons.append("gradients of sparse embeddings are exchanged as they are, and their few rows are not counted")
     least = min(time.low_seconds, time.host_seconds)  # which has as much to do for a small batch
     time = replace(time, low_seconds=max(time.low_seconds * share, least if share < 1 else 0.0))
     if factor > 1:
@@ -290,7 +296,7 @@ def _traffic(step: StepOperators) -> Traffic:
     strategy = str(facts.get("strategy") or "none")
     return Traffic(
         parameter_bytes=float(facts.get("parameters", 0)) * element,
-        gradient_bytes=float(facts.get("trainable_parameters", 0)) * element,
+        gradient_bytes=float(facts.get("trainable_parameters", 0) - facts.get("sparse_parameters", 0)) * element,
         strategy="ddp" if strategy == "none" else strategy,
     )  # fmt: skip
 

@@ -30,6 +30,7 @@ untouched, and what `auto` came to; it gives each rank as many threads as a tria
 
 from __future__ import annotations
 
+import inspect
 import os
 import time
 import warnings
@@ -46,6 +47,8 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.strategies import DDPStrategy
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, IterableDataset
 from typing_extensions import override
 
 from kit.config import Config
@@ -188,6 +191,54 @@ def why_nothing_trains(trainer: Trainer, has_loss: bool) -> str:
     if all(type(optimizer).__name__ == "_MockOptimizer" for optimizer in trainer.optimizers):  # Lightning's, for none
         return f"{name}.configure_optimizers gave no optimizer; return one"
     return ""
+
+
+def sparse_tables(module: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """The weights of embeddings whose gradients are sparse, by name of the embedding."""
+    return {
+        name: part.weight
+        for name, part in module.named_modules()
+        if isinstance(part, torch.nn.Embedding | torch.nn.EmbeddingBag) and part.sparse and part.weight.requires_grad
+    }
+
+
+def why_not_ranks(module: LightningModule, on_gpu: bool) -> dict[str, str]:
+    """Why torch cannot train the module on several ranks, by strategy: gradients that nothing there adds up."""
+    sparse = list(sparse_tables(module))
+    if not sparse:
+        return {}
+    way_out = f"make {sparse[0]} with sparse=False"
+    found = {"fsdp": f"fsdp divides no sparse gradients, as {sparse[0]} has; {way_out}, or use ddp on CPUs"}
+    if on_gpu:
+        found["ddp"] = f"NCCL adds up no sparse gradients, as {sparse[0]} has (pytorch/pytorch#22400); {way_out}"
+    return found
+
+
+def why_undivided(loaders: Any) -> str:
+    """Why Lightning would stop at these loaders on several ranks, unless it is told not to divide them."""
+    own = [one for one in tree_leaves(loaders) if isinstance(one, DataLoader) and not _divisible(one)]
+    if not own:
+        return ""
+    return (
+        f"warning: Lightning cannot divide batches of {type(own[0].batch_sampler).__name__} among ranks, and stops; "
+        "make it a BatchSampler that takes sampler, batch_size and drop_last, or have it give each rank its own and "
+        'pass trainer={"use_distributed_sampler": False} to kit.fit'
+    )
+
+
+def _divisible(loader: DataLoader[Any]) -> bool:
+    """Whether Lightning can give each rank batches of its own, as far as that is seen without making a sampler."""
+    sampler: Any = loader.batch_sampler
+    plain = type(sampler) in (BatchSampler, type(None)) or isinstance(loader.dataset, IterableDataset)
+    if plain or isinstance(loader.sampler, DistributedSampler) or hasattr(sampler, "__pl_saved_args"):
+        return True
+    if not (hasattr(sampler, "batch_size") and hasattr(sampler, "drop_last")):
+        return isinstance(sampler, BatchSampler)  # made in a hook of the user's, Lightning remembers its arguments
+    try:
+        inspect.signature(type(sampler)).bind(loader.sampler, batch_size=1, drop_last=False)
+    except TypeError:
+        return isinstance(sampler, BatchSampler)
+    return True
 
 
 class DeviceLimit(Callback):

@@ -85,6 +85,8 @@ _PART_OF_HOOK = {
     "save_checkpoint": "checkpoint",
 }
 _SAVE, _LOSS = "save_checkpoint", ""
+_AFTERWARDS = ".on_exception"
+"""The end of actions that are done because of an error, and raise none."""
 _FSDP_WAITS = ("unshard", "wait_for_unshard", "post_backward", "finalize_backward")
 _LOADER_FIELDS = [info.path for info in Config.fields() if info.path.startswith("loader.")]
 
@@ -437,7 +439,12 @@ class StepClock(Profiler):
         self._tell_device()
         error = sys.exc_info()[1]
         known = self.failed is not None and self.failed[0] is error
-        if error is not None and not known and not isinstance(error, StopIteration):
+        if (
+            error is not None
+            and not known
+            and not isinstance(error, StopIteration)
+            and not action_name.endswith(_AFTERWARDS)
+        ):
             self.failed = (error, action_name)
 
     def _charge(self) -> None:

@@ -73,7 +73,7 @@ from typing_extensions import override
 from kit.config import Config
 from kit.confinement.confine import confined, hooks_begin
 from kit.confinement.stand_ins import Refusals, overridden, replaced
-from kit.errors import KitError, KitWarning
+from kit.errors import ConfigError, KitError, KitWarning, Problem
 from kit.machine.processes import garbage_collection_paused
 from kit.memory.record.batches import (
     Batches,
@@ -90,7 +90,14 @@ from kit.memory.record.value_sizes import BOUNDED, WRITTEN, note_bounds, same_nu
 from kit.memory.record.workspace import Workspaces, eight_bit_on_fakes
 from kit.memory.replay.replay import DIFFERING, NOTHING_TRAINED, STEPS, UPPER_BOUND, Recording, replay
 from kit.memory.replay.snapshot import line_of
-from kit.train.callbacks import UnusedParameters, loss_in, why_nothing_trains
+from kit.train.callbacks import (
+    UnusedParameters,
+    loss_in,
+    sparse_tables,
+    why_not_ranks,
+    why_nothing_trains,
+    why_undivided,
+)
 from kit.train.choices import Stage
 from kit.train.fsdp import unit_sizes
 from kit.train.levers import blocks_by_label
@@ -303,11 +310,14 @@ def _recorded(
         look = look_for_real if run.for_real else look_at
         fake_batches = FakeBatches(recorder, answers, trainer, on_gpu and not run.for_real, look)
         unknown, refused, stopped = "", False, None
+        not_ranks = why_not_ranks(module, on_gpu)
         try:
             with contextlib.ExitStack() as entered:
                 entered.enter_context(not_traced(answers))
                 arguments = entered.enter_context(fake_batches.taken(module, data, batch_size, marker.stages))
                 if _is_distributed(run):
+                    if message := not_ranks.get(run.config.hardware.strategy.partition(":")[0]):
+                        raise ConfigError([Problem("hardware.strategy", message)])
                     from kit.memory.record.ranks import label_collectives
 
                     entered.enter_context(label_collectives(recorder))
@@ -342,7 +352,9 @@ def _recorded(
             recording.facts.update(units=marker.units, buffers=_sizes(module.buffers()))
     recording.facts.update(_facts(run, module, trainer, unknown), unsure_workspace_bytes=workspaces.unsure_bytes)
     recording.facts["may_be_low"] = _may_be_low(run, module, workspaces)
-    recording.facts["refused"] = refused
+    recording.facts.update(refused=refused, not_ranks=not_ranks)
+    if trainer._accelerator_connector.use_distributed_sampler:
+        recording.facts["undivided"] = why_undivided(fake_batches.given)
     recording.facts["epoch_samples"] = fake_batches.epoch_samples
     if fake_batches.mean_samples is not None:
         recording.facts["mean_samples"] = fake_batches.mean_samples
@@ -394,7 +406,7 @@ def _may_be_low(run: DryRun, module: LightningModule, workspaces: Workspaces) ->
         from kit.memory.record.ranks import LATE_COPY
 
         found.append(LATE_COPY)
-    if any(getattr(part, "sparse", False) is True for part in module.modules()):
+    if sparse_tables(module):
         found.append(_OF_SPARSE)
     if workspaces.of_sparse:
         names = ", ".join(workspaces.of_sparse)
@@ -412,6 +424,7 @@ def _facts(run: DryRun, module: LightningModule, trainer: Trainer, unknown: str)
     return {
         "parameters": sum(parameter.numel() for parameter in parameters),
         "trainable_parameters": sum(parameter.numel() for parameter in parameters if parameter.requires_grad),
+        "sparse_parameters": sum(weight.numel() for weight in sparse_tables(module).values()),
         "module": type(module).__name__,
         "optimizers": [type(optimizer).__name__ for optimizer in trainer.optimizers],
         "blocks": blocks_by_label(module),
@@ -547,7 +560,7 @@ def known_parts(module: LightningModule, trainer: Trainer, batch_size: int, roun
     recorder = BlockRecorder()
     notes: dict[str, None] = {}
     optimizers = list(trainer.optimizers)
-    sparse = {id(part.weight) for part in module.modules() if getattr(part, "sparse", False) is True}
+    sparse = set(map(id, sparse_tables(module).values()))
     with recorder:
         recorder.track(module)
         for step in range(STEPS):
@@ -660,6 +673,8 @@ class FakeBatches:
         self.epoch_samples: int | None = None
         self.mean_samples: float | None = None
         """Of all ranks, where the first loader or the config says so."""
+        self.given: Any = None
+        """The training loaders, or batches that are known without."""
         self.notes: list[str] = []
         self._looked: list[Batches] = []
         self._evaluated: dict[str, list[Batches]] = {}
@@ -674,8 +689,8 @@ class FakeBatches:
             module.trainer = self.trainer
         fewest = MOST_BATCHES * self.trainer.accumulate_grad_batches
         with self.recorder.paused(), unset_fake_temporarily():
-            given = loaders_of(data, batch_size)
-            loaders = fake_loaders(given, batch_size, self._make, fewest, self._looked, look=self.look)
+            self.given = loaders_of(data, batch_size)
+            loaders = fake_loaders(self.given, batch_size, self._make, fewest, self._looked, look=self.look)
         first = self._looked[0]
         self.batch_size, self.epoch_samples, self.mean_samples = (
             first.batch_size, first.epoch_samples, first.mean_samples

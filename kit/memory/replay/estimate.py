@@ -234,6 +234,8 @@ def estimate(recording: Recording, target: DeviceTarget, *, residuals: Residuals
     unknown = facts.get("unknown")
     emulation = emulated(str(facts.get("precision", "")), target)
     reasons = [*emulation, *why_outside, *target.reasons, *_workspace_lost(recording, target, played, outside)]
+    if facts.get("undivided") and facts.get("strategy", "none") != "none":
+        reasons.append(facts["undivided"])
     reasons += [facts["why_for_real"]] if "why_for_real" in facts else []
     reasons += [note for note in facts.get("notes", ()) if note.startswith((*DIFFERING, MASKED, NOTHING_TRAINED))]
     reasons += [f"may be low: {what}" for what in facts.get("may_be_low", ())]
