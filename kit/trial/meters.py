@@ -463,7 +463,7 @@ class MemoryMeter(Callback):
 
     @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._resume(pl_module, *trainer.optimizers)
+        self._resume(*_holders(trainer))
 
     def _resume(self, *holders: Any) -> None:
         if self._trace is not None:
@@ -515,7 +515,7 @@ class MemoryMeter(Callback):
             return
         self._evaluated.add(what)
         try:
-            self._evaluation.start(trainer.lightning_module, *trainer.optimizers)
+            self._evaluation.start(*_holders(trainer))
         except RuntimeError as error:
             _warn(error)
 
@@ -554,6 +554,14 @@ class MemoryMeter(Callback):
             "memory_measured", device_allocated_bytes=allocated, device_reserved_bytes=reserved, outside_bytes=outside,
             optimizer_steps=steps,
         )  # fmt: skip
+
+
+def _holders(trainer: Trainer) -> list[Any]:
+    """What holds tensors before the first step: the module, its optimizers, and models that callbacks average."""
+    callbacks: list[Callback] = getattr(trainer, "callbacks")  # noqa: B009 - of no type in Lightning
+    kept = [item for callback in callbacks for item in vars(callback).values()]
+    own = [item for item in kept if isinstance(item, torch.nn.Module | torch.Tensor)]
+    return [trainer.lightning_module, *trainer.optimizers, *own]
 
 
 MOST_ENTRIES = 100_000

@@ -1,11 +1,13 @@
 """The prediction that stands beside a fit: made beside it, taken from an earlier one, or absent without harm."""
 
 import os
+from functools import partial
 
 import pytest
 import torch
 from faulty import FaultyModule
 from lightning.pytorch import Callback
+from lightning.pytorch.callbacks import EMAWeightAveraging, StochasticWeightAveraging
 from torch.utils.data import DataLoader, TensorDataset
 from trial_fixtures import ranks_alive
 from waiting import PATIENCE_SECONDS, remove, wait_for_prediction, wait_until
@@ -53,6 +55,17 @@ def test_a_fit_is_predicted_beside_itself_and_its_row_holds_both(config):
     (residual,) = residuals(asked.trial.folder)
     assert (residual.device, residual.count) == ("CPU", 1)
     assert residual.median_ratio == row["device_allocated_bytes_ratio"]
+
+
+@pytest.mark.parametrize("averaging", [EMAWeightAveraging, partial(StochasticWeightAveraging, swa_lrs=0.1)])
+def test_a_model_that_a_callback_averages_is_measured_as_predicted(config, averaging):
+    asked = config(predict_memory=True).replace({"model.arguments": {"width": 4096}})
+    trial = fit(asked, MODULE, wide_data, callbacks=averaging()).wait(SECONDS)
+    alone = predict_memory(asked, MODULE, wide_data)
+    found = predicted(trial)
+    assert found.device_allocated_bytes > alone.device_allocated_bytes + 4 * 4096
+    (row,) = results(asked.trial.folder)
+    assert row["device_allocated_bytes_ratio"] == pytest.approx(1, abs=0.02)
 
 
 class Widening(TinyModule):

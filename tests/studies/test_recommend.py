@@ -10,6 +10,7 @@ from kit.config import Config
 from kit.errors import ConfigError, PlanError
 from kit.memory.alongside import fit
 from kit.memory.recordings import UnansweredError
+from kit.speed.prediction import predict_speed
 from kit.studies.scaling import recommend as recommending
 from kit.testing import TinyData, TinyModule
 from kit.units import format_bytes
@@ -208,6 +209,28 @@ def test_limits_need_a_trial_and_take_the_fewest_devices_that_keep_within_them(c
     with pytest.raises(PlanError, match="no time of"):
         recommend(given, {"device": "T4", "hours": 1}, TinyModule, TinyData, trial=trial)
     assert any("factors only" in text for text in _told(given, trial).reasons)
+
+
+def test_a_speed_that_was_predicted_for_another_card_tells_no_time_of_this_one(config):
+    given = config().replace({"training.max_epochs": 2})
+    speed = predict_speed(given, TinyModule, TinyData, device="T4")
+    for limited in ({}, {"hours": 1}):
+        goal = {"device": "T4", "devices": 8, **limited}
+        assert recommend(given, goal, TinyModule, TinyData, trial=speed).chosen.seconds > 0
+    other = recommend(given, {"device": "H100", "devices": 8}, TinyModule, TinyData, trial=speed)
+    assert other.chosen.seconds is None
+    assert any("factors only" in text for text in other.reasons)
+    with pytest.raises(PlanError, match="T4-16GB"):
+        recommend(given, {"device": "H100", "hours": 1}, TinyModule, TinyData, trial=speed)
+
+
+def test_a_setting_that_leaves_devices_unused_says_so(config):
+    goal = {"device": "T4", "devices": 8, "hours": 1}
+    given = config().replace({"hardware.strategy": "none", "hardware.devices": 1})
+    speed = predict_speed(given, TinyModule, TinyData, device="T4")
+    found = recommend(given, goal, TinyModule, TinyData, trial=speed)
+    assert found.chosen.step.devices == 1
+    assert "8 ×" not in str(found).splitlines()[0]
 
 
 def _told(given, trial):

@@ -236,7 +236,11 @@ class TriedStep:
         short = format_bytes(self.short_bytes) if self.short_bytes else "–"
         time = f"× {self.time_factor:.2f}" if self.seconds is None else format_seconds(self.seconds)
         verdict = "no headroom" if found.may_fit and not self.fits else found.verdict
-        return [self.name, devices, verdict, format_bytes(found.total_bytes[1]), short, time]
+        low, high = map(format_bytes, found.total_bytes)
+        needs = (
+            f"{low} to {high}" if found.verdict == "tight" and low != high else high
+        )  # which it fits by the least of
+        return [self.name, devices, verdict, needs, short, time]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
@@ -309,7 +313,7 @@ class Recommendation(Recommended):
             return self.refusal
         time = "" if self.chosen.seconds is None else f", {format_seconds(self.chosen.seconds)} predicted"
         what = ", ".join(change.name for change in self.changes) or "nothing to change"
-        count, device = self.target.devices, self.target.device
+        count, device = self.chosen.step.devices, self.target.device
         shown = format_bytes(device) if isinstance(device, int) else str(device)
         found = self.chosen.estimate
         condition = f", {found.verdict_in_words.removeprefix('fits ')}" if found and found.conditions else ""

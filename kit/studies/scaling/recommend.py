@@ -35,6 +35,7 @@ from kit.memory.query import MOST_RANKS, MemoryQuery, make_query
 from kit.memory.recordings import TIMEOUT_SECONDS, RecordingRequest, UnansweredError, record_all, recordings_of
 from kit.memory.replay.cards import THIS_MACHINE, DeviceTarget
 from kit.memory.replay.estimate import MemoryEstimate
+from kit.speed.prediction import SpeedEstimate
 from kit.studies.diagnosis.evidence import store_layout
 from kit.studies.scaling.escalation import (
     Change,
@@ -87,8 +88,8 @@ def recommend(
             it was.
         keep: A field that "speed" must not change, such as "hardware.precision", or several.
         confirm: Whether "speed" runs a trial of its answer where the device is here.
-        trial: For "change": trials of this config, as `kit.studies.predict_run` takes them. A limit of time or money
-            needs one.
+        trial: For "change": trials of this config, or what `kit.predict_speed` says of the device, as
+            `kit.studies.predict_run` takes them. A limit of time or money needs one.
         timeout_seconds: After so long nothing further is dry-run, and what is left says so; by default 120 seconds
             for "speed", and 30 for "change", as many times as long as processes wait for each core.
 
@@ -135,7 +136,8 @@ def recommend(
     if objective != "change":
         raise PlanError(f"objective is {objective!r}; give 'change' or 'speed'")
     if goal.limited and trial is None:
-        raise PlanError(f"a limit of {goal.limits} needs a trial to predict times from; pass trial=kit.fit(...)")
+        way_out = "pass trial=kit.fit(...), or before any trial trial=kit.predict_speed(...) on that device"
+        raise PlanError(f"a limit of {goal.limits} needs a trial to predict times from; {way_out}")
     seconds = CHANGE_SECONDS * waiting_per_core() if timeout_seconds is None else timeout_seconds
     return _Escalation(module, data, config, goal, trial, seconds).answer()
 
@@ -399,14 +401,24 @@ class _Escalation:
             )  # fmt: skip
             _, target = self._query(step, 1)
             on_cpu = run.scaling.cluster.on_cpu
-            if on_cpu != (target.device_kind == "cpu"):
-                reason = f"the trial ran on {'a CPU' if on_cpu else 'a GPU'}, which tells no time of {target}"
+            ran = self._predicted_for or ("a CPU" if on_cpu else "a GPU")
+            if on_cpu != (target.device_kind == "cpu") or self._predicted_for not in ("", target.name):
+                reason = f"the trial ran on {ran}, which tells no time of {target}"
+                if self._predicted_for:
+                    reason = f"the speed was predicted for {ran}, which tells no time of {target}"
                 if self.target.limited:
                     raise PlanError(f"{reason}; give a trial on that kind of device, or no limit")
                 if not self._other_kind:
                     self.reasons.append(f"{reason}: times are factors only")
                 self._other_kind = True
         return None if self._other_kind else self._runs[step.strategy].row(step.devices)
+
+    @property
+    def _predicted_for(self) -> str:
+        """The device of speeds that were predicted; empty where a trial ran."""
+        speeds = [self.trial] if isinstance(self.trial, SpeedEstimate) else self.trial
+        first = next(iter(speeds), None) if isinstance(speeds, list | tuple) else None
+        return first.device.rpartition("× ")[2] if isinstance(first, SpeedEstimate) else ""
 
     def _changes(self, chosen: TriedStep) -> list[Change]:
         """The changes of the step, then advice about data; the assumptions go to `reasons`."""
@@ -439,6 +451,10 @@ class _Escalation:
         if estimate is not None:
             self.reasons.append(estimate.reasons[0])
             self.reasons += [f"it fits only if {condition}" for condition in estimate.conditions]
+        if step.devices < self.target.devices and not self.target.limited:
+            self.reasons.append(
+                f"it uses {step.devices} of the {self.target.devices} devices, as hardware.strategy says: ddp uses all"
+            )
         if step.devices > 1:
             text = f"the global batch is that of {step.devices} devices: the learning rate may have to follow"
             self.reasons.append(text)
