@@ -346,9 +346,16 @@ def differences(rows: Sequence[Values]) -> list[str]:
 
 
 def _told_apart(row: Values) -> Mapping[str, Any]:
-    """The config, and before it which data of one class it was."""
-    _, _, data = (row["data"] or "").partition(", ")
-    return {**({"data": data} if data else {}), **(row["config"] or {})}
+    """The config, and before it what was trained on which data."""
+    parts = {what: class_name(row[what]) for what in ("module", "data") if row[what]}
+    settings = {path: value for path, value in (row["config"] or {}).items() if path != "model.target" or not parts}
+    return {**parts, **settings}
+
+
+def class_name(place: str) -> str:
+    """`Forecast` of `parts.py:Forecast`; what follows a comma, such as which data of one class it was, stays."""
+    name, comma, more = place.partition(", ")
+    return f"{name.rpartition(':')[2]}{comma}{more}"
 
 
 def _paths(configs: Iterable[Mapping[str, Any]]) -> Iterable[str]:

@@ -10,7 +10,7 @@ import math
 import statistics
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import zip_longest
 from pathlib import Path
 from typing import Any
@@ -19,12 +19,12 @@ from kit.arguments import checks_arguments
 from kit.config import Config
 from kit.errors import ConfigError, Problem, TrialError
 from kit.records.ratios import MOST_EFFICIENCY, beyond_its_devices
-from kit.records.results import Results
+from kit.records.results import Asked, Results, class_name
 from kit.records.row import UNREADABLE, Row, config_of, flat, row_of
 from kit.registry import Drawable
 from kit.studies.repeats import Tried
 from kit.tables import MISSING, cell, html_list, html_table, text_table
-from kit.trial.directory import RunPaths, find_runs, runs_folder
+from kit.trial.directory import RunPaths, runs_folder
 from kit.trial.trial import ENDED, Trial
 from kit.units import format_bytes
 
@@ -91,6 +91,10 @@ class RunGroup:
     rows: tuple[Row, ...]
     """Of `kit.results`, one a run."""
 
+    def trained(self, what: str) -> str:
+        """The class of its `module` or `data`; empty where no run got so far."""
+        return next((class_name(str(row[what])) for row in self.rows if row.get(what)), "")
+
     @property
     def world_size(self) -> int:
         return max((int(row["world_size"] or 1) for row in self.rows), default=1)
@@ -108,14 +112,21 @@ class Comparison(Drawable):
     groups: tuple[RunGroup, ...]
     unreadable: tuple[Row, ...] = ()
     """Runs that are in no group."""
+    left_out: tuple[str, ...] = ()
+    """What of a folder is not compared: runs that studies made for themselves."""
 
     @property
     def differences(self) -> dict[str, tuple[Any, ...]]:
-        """The value of each group for every field of the config that is not the same in all of them."""
+        """The value of each group for every field of the config that is not the same in all of them, and before them
+        `module` and `data` where their classes are not; where the modules are known, what the config names is none."""
         first = self.groups[0].config
+        parts = {what: tuple(group.trained(what) for group in self.groups) for what in ("module", "data")}
         paths = {path for group in self.groups for path in first.diff(group.config) if path not in NO_DIFFERENCE}
+        if all(parts["module"]):
+            paths.discard("model.target")
+        differing = {what: names for what, names in parts.items() if len({*filter(None, names)}) > 1}
         ordered = (info.path for info in Config.fields() if info.path in paths)
-        return {path: tuple(group.config.get(path) for group in self.groups) for path in ordered}
+        return {**differing, **{path: tuple(group.config.get(path) for group in self.groups) for path in ordered}}
 
     @property
     def quantities(self) -> tuple[Quantity, ...]:
@@ -194,7 +205,7 @@ class Comparison(Drawable):
 
     @property
     def sentences(self) -> list[str]:
-        return [*self.remarks, *self.unfinished, *self.troubles]
+        return [*self.remarks, *self.unfinished, *self.troubles, *self.left_out]
 
     def __repr__(self) -> str:
         changed = self.changed
@@ -240,7 +251,8 @@ def compare(*runs: Trial | Tried | Results | Row | str | Path | Iterable[Any], n
         >>> len(kit.studies.compare(trial).groups)
         1
     """
-    pairs = [pair for item in runs for pair in _labelled(item)]
+    left_out: list[str] = []
+    pairs = [pair for item in runs for pair in _labelled(item, left_out)]
     unreadable = tuple(row for _, row in pairs if row["state"] == UNREADABLE)
     groups = _grouped([(label, row) for label, row in pairs if row["state"] != UNREADABLE])
     if not groups and unreadable:
@@ -261,11 +273,12 @@ def compare(*runs: Trial | Tried | Results | Row | str | Path | Iterable[Any], n
         taken[name] += 1
         unique = name if taken[name] == 1 else f"{name} ({taken[name]})"
         found.append(RunGroup(name=unique, config=config, rows=tuple(rows)))
-    return Comparison(tuple(found), unreadable)
+    return Comparison(tuple(found), unreadable, tuple(left_out))
 
 
-def _labelled(item: Any) -> Iterable[tuple[str, Row]]:
-    """(label, row) of each run; runs of one label and one config are repeats."""
+def _labelled(item: Any, left_out: list[str]) -> Iterable[tuple[str, Row]]:
+    """(label, row) of each run; runs of one label and one config are repeats. Of a folder they are the trials, as in
+    `kit.results`, and what else there is goes to `left_out` in words."""
     if isinstance(item, Tried):
         sides = [(side.name, folder) for side in (item.before, item.after) for folder in side.run_directories]
         return [(name, row_of(RunPaths.open(folder))) for name, folder in sides]
@@ -276,13 +289,17 @@ def _labelled(item: Any) -> Iterable[tuple[str, Row]]:
     if isinstance(item, Mapping):
         return [("", dict(item))]
     if isinstance(item, Iterable) and not isinstance(item, str | Path):
-        return [pair for inner in item for pair in _labelled(inner)]
+        return [pair for inner in item for pair in _labelled(inner, left_out)]
     if not isinstance(item, str | Path):
         message = f"{type(item).__name__} is no run; give trials, run directories or a folder of runs"
         raise ConfigError([Problem("runs", message)])
     folder = runs_folder(item)
     if not (folder / RunPaths(folder).marker.name).exists() and folder.is_dir():
-        return [("", row_of(paths)) for paths in find_runs(folder)]
+        asked = Asked(item)
+        if not (shown := asked.read()) and shown.note:  # none but those of studies
+            shown = replace(asked, kind="all").read()
+        left_out += [shown.note] * bool(shown.note)
+        return [("", row) for row in reversed(shown)]
     return [("", row_of(RunPaths.open(folder)))]
 
 

@@ -12,6 +12,7 @@ must hold at 99 %.
 
 from __future__ import annotations
 
+import contextlib
 import math
 import statistics
 import time
@@ -24,9 +25,11 @@ from typing import Any, Literal
 from kit.arguments import checks_arguments
 from kit.config import Config
 from kit.errors import ConfigError, KitError, Problem, StoreError, TrialError
+from kit.records.results import class_name
+from kit.records.row import row_of
 from kit.studies.series import samples_per_second
 from kit.tables import FRAME, WaitingLine, html_list, html_table, text_table
-from kit.trial.directory import contents_to_run
+from kit.trial.directory import RunPaths, contents_to_run
 from kit.trial.payload import Part, refuse_unused
 from kit.trial.submit import AS_GIVEN, Altered, again
 from kit.trial.trial import Trial, try_out
@@ -112,6 +115,13 @@ class Side:
         """Sample standard deviation over the runs; NaN for a single one."""
         return statistics.stdev(self.samples_per_second) if len(self.samples_per_second) > 1 else math.nan
 
+    def trained(self, what: str) -> str:
+        """The class of its `module` or `data`; empty where no run got so far or its folder is gone."""
+        for folder in self.run_directories:
+            with contextlib.suppress(TrialError):
+                return class_name(str(row_of(RunPaths.open(folder))[what] or ""))
+        return ""
+
 
 @dataclass(frozen=True, slots=True, repr=False, kw_only=True)
 class Tried:
@@ -195,6 +205,9 @@ class Tried:
     def sentences(self) -> list[str]:
         changes = self.before.config.diff(self.after.config)
         told = [f"{path}: {mine} → {theirs}" for path, (mine, theirs) in changes.items()]
+        for what in ("module", "data"):
+            mine, theirs = self.before.trained(what), self.after.trained(what)
+            told += [f"{what}: {mine} → {theirs}"] if mine and theirs and mine != theirs else []
         size = self.after.batch_size
         return [self.sentence, *told, *([] if size is None else [f"batches of your data: {size} samples each"])]
 

@@ -118,7 +118,29 @@ def test_before_and_after_a_change_stand_apart_though_their_config_is_the_same(c
     found = kit.studies.compare(tried)
     assert [group.name for group in found.groups] == ["before", "after"]
     assert found.differences == {}
+    assert kit.studies.compare(config().trial.folder).groups, "where there are none but repeats these are compared"
     assert any(re.search("configs .*same: module or data", text) for text in found.sentences)
+
+
+class Other(TinyModule):
+    """The same under another name."""
+
+
+def test_another_module_or_data_is_told_beside_settings(config):
+    kit.fit(config(max_steps=4), TinyModule, TinyData).wait()
+    tried = kit.studies.try_change(
+        config(max_steps=4), TinyModule, TinyData, new_module=Other, change={"training.seed": 3}, repeats=2
+    )
+    found = kit.studies.compare(tried)
+    assert found.differences["module"] == ("TinyModule", "Other")
+    assert "model.target" not in found.differences
+    assert "data" not in found.differences
+    assert any("TinyModule → Other" in text for text in tried.sentences)
+    whole = kit.studies.compare(config().trial.folder)
+    assert [len(group.rows) for group in whole.groups] == [1]
+    assert any("repeats" in text for text in whole.sentences)
+    kit.fit(config(max_steps=5), Other, TinyData).wait()
+    assert "module Other" in str(kit.results(config().trial.folder))
 
 
 def test_a_trial_that_failed_is_named(config):
