@@ -365,8 +365,11 @@ def project_folder(start: Path | None = None) -> Path:
     directory itself. So a notebook in `notebooks/` and a script beside it mean the same `data/ocean.zarr`.
     """
     here = (start or Path.cwd()).resolve()
-    marks = ("pyproject.toml", ".git")
-    return next((folder for folder in (here, *here.parents) if any((folder / mark).exists() for mark in marks)), here)
+    return next((folder for folder in (here, *here.parents) if _is_project(folder)), here)
+
+
+def _is_project(folder: Path) -> bool:
+    return any((folder / mark).exists() for mark in ("pyproject.toml", ".git"))
 
 
 def project_path(path: Path) -> str:
@@ -697,6 +700,9 @@ def _read_text(path: str | Path) -> str:
     try:
         return file.read_bytes().decode("utf-8-sig")
     except FileNotFoundError:
-        raise ConfigError(f"cannot read {path}: there is no file {file}{near(file)}") from None
+        why = ""
+        if not Path(path).is_absolute() and not _is_project(project_folder()):
+            why = "; the project folder is the nearest one upwards with a pyproject.toml, and there is none: make one"
+        raise ConfigError(f"cannot read {path}: there is no file {file}{near(file)}{why}") from None
     except (OSError, UnicodeDecodeError, ValueError) as error:
         raise ConfigError(f"cannot read {path}: {error}") from error

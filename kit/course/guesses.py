@@ -39,6 +39,8 @@ COLUMNS = ("question", "your guess", "predicted", "measured", "ratio", "guess / 
 _NONE_YET = "–"
 _TOO_LARGE = 1e30
 """No guess is as large; a file of guesses would not be read with a number of 309 digits in it."""
+_LEAST_BYTES = 1024
+"""A size below it lacks its unit."""
 Value = float | str
 
 
@@ -121,7 +123,9 @@ class Guess:
             asked = self.question if self.question.endswith("?") else f"{self.question}:"
             if self.guess is None:
                 return (f"{asked} write {how} in place of None, and run this cell again",)
-            return (f"{asked} you say {_shown(self.guess, self.unit)}",)
+            counts = self.first is not None and self.first != self.guess
+            first = f"; your first guess, {_shown(self.first, self.unit)}, counts" if counts else ""
+            return (f"{asked} you say {_shown(self.guess, self.unit)}{first}",)
         if self.first is None:
             return ("you made no guess",)
         if self.guess is not None and self.guess != self.first:
@@ -165,6 +169,9 @@ def guess(question: str, value: Value | None = None, *, unit: str = "", choices:
     if isinstance(choices, str):
         raise ConfigError([Problem("choices", f"{choices!r} is one text; give a list of answers")])
     asked = Guess(question=question, unit=unit, choices=tuple(choices))
+    with contextlib.suppress(OSError, ConfigError):  # which `compare` tells
+        before = _read(project_folder() / FILE).get(question)
+        asked = replace(asked, first=None if before is None else before.first)
     return replace(asked, guess=_checked(asked, "value", value))
 
 
@@ -190,12 +197,14 @@ def _checked(asked: Guess, name: str, value: Value | None) -> Value | None:
             return value
         message = f"is {value!r}, but the choices are {', '.join(map(repr, asked.choices))}"
         raise ConfigError([Problem(name, f"{message}: {asked.question}")])
-    try:
+    number = math.nan
+    with contextlib.suppress(TypeError, ValueError, OverflowError):
         number = parse_bytes(value) if asked.unit == "bytes" and isinstance(value, str) else float(value)
-        if 0 <= number < _TOO_LARGE:
-            return int(number) if number == int(number) else number
-    except (TypeError, ValueError, OverflowError):
-        pass
+    if name == "value" and asked.unit == "bytes" and 0 < number < _LEAST_BYTES:
+        message = f"is {number:g} bytes; give its unit, as in '{number:g} MiB': {asked.question}"
+        raise ConfigError([Problem(name, message)])
+    if 0 <= number < _TOO_LARGE:
+        return int(number) if number == int(number) else number
     message = f"is {str(value)[:40]!r}, but must be {_how(asked.unit)}, from 0 on: {asked.question}"
     raise ConfigError([Problem(name, message)])
 

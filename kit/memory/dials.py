@@ -182,7 +182,9 @@ def _marks(kind: Kind, value: float, numbers: Mapping[str, float]) -> tuple[tupl
     even = math.lcm(step, _EVEN)
     step = even if value % even == 0 else step
     of_heads = f", which {heads} heads share" if kind == "width" and heads > 1 and step % heads == 0 else ""
-    return _between(value, 4, 8, step), f"an eighth to eight times{_in_multiples(step)}{of_heads}"
+    marks = _between(value, 4, 8, step)
+    least = "an eighth to" if marks[0] < value else "up to"
+    return marks, f"{least} eight times{_in_multiples(step)}{of_heads}"
 
 
 def _in_multiples(step: int) -> str:

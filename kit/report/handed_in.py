@@ -17,7 +17,7 @@ from kit.charts.course import score_figure
 from kit.course.guesses import COLUMNS, Score
 from kit.errors import ConfigError, Problem
 from kit.json_text import write_whole
-from kit.report.page import html_page, refuse_folder, refuse_other_files
+from kit.report.page import PageFile, html_page, refuse_folder, refuse_other_files
 from kit.tables import html_list, html_table
 from kit.trial.submit import versions
 
@@ -42,6 +42,6 @@ def score_page(score: Score, file: Path) -> Path:
     data = f'<script type="application/json" id="guesses">{kept}</script>\n</body>'
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
-        return write_whole(file, page.replace("</body>", data))
+        return PageFile(write_whole(file, page.replace("</body>", data)))
     except OSError as error:
         raise ConfigError([Problem("path", f"cannot write {file}: {error.strerror or error}")]) from error

@@ -13,12 +13,14 @@ from __future__ import annotations
 import contextlib
 import datetime
 import math
+import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from html import escape
 from os import PathLike
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
 from kit.arguments import checks_arguments
 from kit.charts import style as look
@@ -49,6 +51,13 @@ _POLICY = "default-src 'none'; style-src 'unsafe-inline'; img-src data:"
 
 
 @checks_arguments
+class PageFile(type(Path())):  # type: ignore[misc]
+    """The path of a page that was written; a notebook shows it as a link."""
+
+    def _repr_html_(self) -> str:
+        return f'<a href="{escape(quote(os.path.relpath(self)))}" target="_blank">{escape(self.name)}</a>'
+
+
 def html_report(trials: Given | Sequence[Given], path: str | Path, *, title: str = "", overwrite: bool = False) -> Path:
     """Write one HTML file with the charts and tables of trials, which opens offline.
 
@@ -82,7 +91,7 @@ def html_report(trials: Given | Sequence[Given], path: str | Path, *, title: str
     page = report_page(compare(*given), title)
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
-        return write_whole(file, page)
+        return PageFile(write_whole(file, page))
     except OSError as error:
         raise ConfigError([Problem("path", f"cannot write {file}: {error.strerror or error}")]) from error
 

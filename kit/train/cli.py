@@ -42,7 +42,7 @@ from typing_extensions import override
 from kit.checkpoints.downloading import fetch_checkpoint
 from kit.checkpoints.parts import saved_at, signature
 from kit.checkpoints.uploading import latest_bundle
-from kit.config import Config
+from kit.config import Config, project_folder
 from kit.errors import ConfigError, HardwareError, KitError, Problem, StoreError, TargetError, did_you_mean, first_line
 from kit.targets import find_target, signature_of
 from kit.train.callbacks import CommittedConfig
@@ -205,7 +205,9 @@ def check_files(arguments: Sequence[str]) -> list[str]:
         try:
             text = Path(path).read_bytes().decode("utf-8-sig")
         except (OSError, UnicodeDecodeError) as error:
-            raise ConfigError(f"cannot read {path}: {error}") from None
+            elsewhere = (project := project_folder()) != Path.cwd() and (project / path).exists()
+            hint = f"; it lies in the project folder: start this in {project}" if elsewhere else ""
+            raise ConfigError(f"cannot read {path}: {error}{hint}") from None
         check_values(read_yaml(text, path), path)
     return paths
 

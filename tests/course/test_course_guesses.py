@@ -176,3 +176,15 @@ def test_what_no_file_of_guesses_could_hold_is_refused_when_it_is_asked(project,
         kit.course.guess(**asked).compare(measured=4)
     assert len(str(caught.value)) < 200
     assert [one.question for one in kit.course.score().guesses] == ["before"]
+
+
+def test_a_size_without_its_unit_is_refused():
+    with pytest.raises(ConfigError, match="20 MiB"):
+        kit.course.guess("12 how much", "20", unit="bytes")
+
+
+def test_a_later_guess_is_told_that_the_first_counts():
+    kit.course.guess("03 how much", "20 GiB", unit="bytes").compare(measured=3)
+    again = kit.course.guess("03 how much", "26 GiB", unit="bytes")
+    assert "20 GiB, counts" in str(again)
+    assert again.compare(measured=3).first == 20 * 2**30

@@ -449,7 +449,7 @@ class _Escalation:
                 reason += f"; {rule.whose} makes its own batches, so make its loader with this size"
             found.append(Change(name="accumulation", values=values, reason=reason))
         if estimate is not None:
-            self.reasons.append(estimate.reasons[0])
+            self.reasons += [f"predicted in {estimate.precision}", estimate.reasons[0]]
             self.reasons += [f"it fits only if {condition}" for condition in estimate.conditions]
         if step.devices < self.target.devices and not self.target.limited:
             self.reasons.append(
