@@ -29,6 +29,7 @@ _COLUMNS = ("machine", "device", "runs", "median ratio", "worst ratio", "outside
 class Compared:
     """One run: what was predicted for a rank and what the rank that needed most has measured. None is not known."""
 
+    run: str
     machine: str
     device: str
     """The GPU's name, or `CPU`."""
@@ -68,23 +69,28 @@ class Residual:
     worst_ratio: float
     """The ratio furthest from 1."""
     highest_ratio: float
+    highest_run: str
     outside_bytes: tuple[int, int] | None
     """(lowest, highest) measured outside the allocator; None where it could not be measured."""
 
     @classmethod
     def of(cls, runs: Sequence[Compared]) -> Residual:
-        ratios = [run.ratio for run in runs if run.ratio is not None]
+        known = [(run.ratio, run.run) for run in runs if run.ratio is not None]
+        ratios = [found for found, _ in known]
         outside = [run.outside_bytes for run in runs if run.outside_bytes is not None]
         return cls(
             machine=runs[0].machine, device=runs[0].device, count=len(ratios), median_ratio=statistics.median(ratios),
             worst_ratio=max(ratios, key=lambda found: abs(found - 1)), highest_ratio=max(ratios),
-            outside_bytes=(min(outside), max(outside)) if outside else None,
+            highest_run=max(known)[1], outside_bytes=(min(outside), max(outside)) if outside else None,
         )  # fmt: skip
 
     @property
     def for_estimates(self) -> Residuals:
         """What an estimate takes from it."""
-        return Residuals(count=self.count, outside_bytes=self.outside_bytes, highest_ratio=self.highest_ratio)
+        return Residuals(
+            count=self.count, outside_bytes=self.outside_bytes, highest_ratio=self.highest_ratio,
+            highest_run=self.highest_run,
+        )  # fmt: skip
 
 
 class ResidualTable(ResultRows[Residual]):
@@ -171,6 +177,7 @@ def _compared(paths: RunPaths, state: tuple[tuple[int, int], ...]) -> Compared |
     environment = paths.read_environment()
     started: dict[str, Any] = next((event for event in events if event["kind"] == "fit_started"), {})
     return Compared(
+        run=paths.directory.name,
         machine=str(environment.get("machine", {}).get("host", "")),
         device=str(started.get("device", "")),
         predicted_allocated_bytes=_number(predicted, "device_allocated_bytes"),

@@ -96,6 +96,8 @@ LINKS = (
     Link(name="loopback", bytes_per_second=2e9, latency_seconds=100e-6),
 )
 """By name; `loopback` is gloo between processes of one machine."""
+DEVICES_OF_NODE = 8
+"""By default, as in most machines with GPUs."""
 _WITHIN = {
     "B200": "NVLink-5", "H100": "NVLink-4", "H200": "NVLink-4", "A100": "NVLink-3", "V100": "NVLink-2",
     "T4": "PCIe-3", "RTX-5090": "PCIe-5",

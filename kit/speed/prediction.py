@@ -37,7 +37,7 @@ from kit.memory.replay.replay import DIFFERING, GUESSED_CONDITION, NOTHING_TRAIN
 from kit.registry import Drawable, load
 from kit.speed.card_costs import CardCosts, card_of
 from kit.speed.cost_table import CostTable
-from kit.speed.links import Link, Traffic, find_link, link_within
+from kit.speed.links import DEVICES_OF_NODE, Link, Traffic, find_link, link_within
 from kit.speed.measure import table_here, table_known
 from kit.speed.operators import StepOperators, shared_step, step_of, why_not_shared
 from kit.speed.pricing import LATEST, Bound, Costs, StepTime, price
@@ -235,8 +235,8 @@ def speed_of(
         slowness=table.slowness if table else 1.0,
         computing_fraction=_computing_fraction(time, table) if table else 1.0,
         reasons=(
-            *emulated(str(recording.facts.get("precision", "")), target), *_sources(time, priced, devices, within),
-            *reasons,
+            *emulated(str(recording.facts.get("precision", "")), target),
+            *_sources(time, priced, devices, within, nodes), *reasons,
         ),
     )  # fmt: skip
 
@@ -317,7 +317,7 @@ def _mfu(step: StepOperators, time: StepTime, costs: Costs) -> float | None:
     return float((seconds[step.recomputes == 0] if len(step.recomputes) else seconds).sum() / time.seconds)
 
 
-def _sources(time: StepTime, costs: Costs, devices: int, within: Link) -> list[str]:
+def _sources(time: StepTime, costs: Costs, devices: int, within: Link, nodes: Link | None) -> list[str]:
     by_source = {name: seconds for name, seconds in time.sources.items() if seconds}
     whole = sum(by_source.values())
     shares = ", ".join(
@@ -338,9 +338,10 @@ def _sources(time: StepTime, costs: Costs, devices: int, within: Link) -> list[s
     if devices > 1:
         late = within.late_seconds(time.work_seconds)
         last = f", {format_seconds(late)} of it for the last of them (the range: none to {LATEST:g} times that)"
+        between = f", between nodes by {nodes.name}" if nodes is not None and devices > DEVICES_OF_NODE else ""
         found.append(
             f"{devices} devices wait {format_seconds(time.exchange_seconds)} a step for gradients, by {within.name}"
-            f"{last if late else ''}"
+            f"{between}{last if late else ''}"
         )
     if (shards := _traffic(time.step).shards(devices)) > 1:
         spent = format_seconds(time.by_phase.get("optimizer", 0.0))

@@ -30,7 +30,7 @@ from numpy.typing import NDArray
 
 from kit.memory.replay.calls import OperatorCall, TensorSpec
 from kit.memory.replay.replay import PHASES
-from kit.speed.links import Link, Reached, Traffic, waited_for
+from kit.speed.links import DEVICES_OF_NODE, Link, Reached, Traffic, waited_for
 from kit.speed.operators import StepOperators
 from kit.speed.work import KINDS, Work, work_of
 
@@ -159,7 +159,7 @@ def price(
     devices: int = 1,
     within: Link | None = None,
     between: Link | None = None,
-    devices_per_node: int = 8,
+    devices_per_node: int = DEVICES_OF_NODE,
     loader_seconds: float | None = None,
 ) -> StepTime:
     """The seconds of one optimizer step.

@@ -50,7 +50,9 @@ def test_only_this_machine_and_this_device_count_for_its_predictions(tmp_path):
     assert residuals_here(tmp_path, "CPU") is None
     make_run(tmp_path, host="elsewhere", measured=(4 * GIB,))
     make_run(tmp_path, measured=(int(2.5 * GIB),))
-    assert residuals_here(tmp_path, "CPU") == Residuals(count=1, outside_bytes=None, highest_ratio=1.25)
+    learned = residuals_here(tmp_path, "CPU")
+    assert learned == Residuals(count=1, outside_bytes=None, highest_ratio=1.25)
+    assert (tmp_path / learned.highest_run).is_dir()
     assert residuals_here(tmp_path, "NVIDIA L4") is None
 
 

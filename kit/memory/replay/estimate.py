@@ -70,6 +70,8 @@ class Residuals:
     """(lowest, highest) measured outside the allocator; None where it could not be measured."""
     highest_ratio: float = 1.0
     """The largest measured / predicted allocated bytes."""
+    highest_run: str = field(default="", compare=False)
+    """Whose that was."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
@@ -298,7 +300,8 @@ def outside_bytes(
         margin = round(above * allocated_bytes)
         high += margin
         more = f"{above:.1%}" if above >= 0.001 else "less than 0.1%"
-        reasons.append(f"{format_bytes(margin)} are added: a measured peak was {more} above its prediction")
+        whose = f"the measured peak of {residuals.highest_run}" if residuals.highest_run else "a measured peak"
+        reasons.append(f"{format_bytes(margin)} are added: {whose} was {more} above its prediction")
     return (low, high), reasons
 
 

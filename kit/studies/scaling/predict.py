@@ -30,7 +30,7 @@ from kit.memory.replay.cards import THIS_MACHINE
 from kit.memory.replay.estimate import MemoryEstimate
 from kit.records.ratios import MOST_EFFICIENCY, beyond_its_devices
 from kit.registry import Drawable
-from kit.speed.links import Link, find_link, link_within
+from kit.speed.links import DEVICES_OF_NODE, Link, find_link, link_within
 from kit.studies.scaling.bill import Power, RunPrices, carbon_reasons, power_of, prices_of
 from kit.studies.scaling.measured import MeasuredScaling, measure, strategy_for
 from kit.studies.scaling.model import MOST_DEVICES, Bound, Cap, Cluster, Point, Scaling, Step
@@ -39,8 +39,6 @@ from kit.trial.directory import contents_to_run
 from kit.units import format_amount, format_bytes, format_count, format_seconds
 
 DEVICES = (1, 2, 4, 8, 16, 32, 64)
-_NODE = 8
-"""Devices of a node by default, as in most machines with GPUs."""
 _CORES_PER_GPU = 12
 """By default, as in a2-highgpu of Google Cloud for each A100."""
 _HOUR = 3600.0
@@ -184,7 +182,7 @@ def _cluster(
 ) -> tuple[Cluster, list[str]]:
     """The machines, and the assumptions about them."""
     on_cpu = not found.on_gpu
-    node = node or (MOST_DEVICES if on_cpu else _NODE)
+    node = node or (MOST_DEVICES if on_cpu else DEVICES_OF_NODE)
     if cores is None:
         cores = found.cores or (hardware().cores if on_cpu else _CORES_PER_GPU * node)
     if any(isinstance(one, bool) or not isinstance(one, Real) for one in (node, cores)) or node < 1 or not cores > 0:
