@@ -118,7 +118,8 @@ def test_memory_says_whether_each_count_fits(one):
 def test_what_kits_own_loader_asks_of_the_store_is_a_limit(own):
     trial = fit(own().replace({"trial.max_steps": 12, "trial.warmup_steps": 3})).wait()
     run = predict_run(trial, devices=[1, 64], memory=False, cores_per_node=10_000)
-    assert run.scaling.loading.requests > 0
+    (row,) = results(trial.config.trial.folder)
+    assert run.scaling.loading.requests == pytest.approx(row["requests_per_sample_measured"] * run.batch_size)
     assert run.scaling.loading.requests_per_second == 5000
     assert run.samples_per_epoch == 64
     assert "store requests/s" in dict(run.rows[0].seconds_by_limit)

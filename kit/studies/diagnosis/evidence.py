@@ -620,7 +620,13 @@ def _read_seconds(steps: Sequence[Event]) -> float | None:
 
 
 def _reading(trial: Trial) -> dict[str, Any]:
-    """From what the loaders counted between the first step and the last."""
+    """From what the loaders counted in the fit, as rows do; of one that has not ended between two steps."""
+    ended = [event.get("counters") or {} for event in trial.events if event["kind"] == "fit_ended"]
+    requests, size, samples = (
+        math.fsum(number(one.get(name, 0.0)) for one in ended) for name in ("requests", "bytes_read", "samples_read")
+    )
+    if requests and samples:
+        return {"requests_per_sample": requests / samples, "bytes_per_request": size / requests}
     requests = size = samples = 0.0
     ranks = {event["rank"] for event in trial.steps}
     by_rank = [[e for e in trial.steps if e["rank"] == rank and "requests" in e] for rank in ranks]
