@@ -143,7 +143,10 @@ def _draw_gantt(axes: Axes, info: PipelineInfo, low: float, high: float) -> None
     axes.tick_params(axis="y", length=0)
     several = f", {len(info.ranks)} ranks from top to bottom" if len(info.ranks) > 1 else ""
     several += f" (the first {MOST_RANKS})" if len(info.ranks) > MOST_RANKS else ""
-    axes.set_title(f"what each moment was spent on{several}")
+    if info.warmup_seconds > max(0.0, low):
+        look.shade_warmup(axes, min(info.warmup_seconds, high), max(0.0, low))
+        several += "; warm-up is shaded"
+    axes.set_title(f"{'each moment' if len(info.ranks) > 1 else 'what each moment was spent on'}{several}")
     if low > _set_up_begin(info):
         text = f" ‹ {format_seconds(info.set_up_seconds)}"
         axes.text(low, height / 2 - 0.4, text, va="center", fontsize=8, color="white", fontweight="bold")
@@ -206,7 +209,8 @@ def _draw_rates(bytes_: Axes, requests: Axes, info: PipelineInfo) -> None:
         axes.stairs(values, rates.edges, fill=True, color=look.GREEN, alpha=0.35)
         axes.stairs(values, rates.edges, color=look.GREEN, linewidth=1.2)
         peak, near = max(values), limit if limit and max(values) >= _NEAR * limit else 0.0
-        axes.set_title(f"{title}: at most {text(peak)}{'' if limit is None else f', planned for {text(limit)}'}")
+        allowed = "" if limit is None else f", of the config's {text(limit)}"
+        axes.set_title(f"{title}: at most {text(peak)}{allowed}")
         axes.set_ylim(0, max(peak, near, 1e-9) * 1.12)
         if near:
             axes.axhline(near, color=look.INK, linewidth=1.2, linestyle="--")

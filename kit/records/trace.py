@@ -347,6 +347,8 @@ class PipelineInfo:
     limit_requests_per_second: float | None
     settings: tuple[tuple[str, str], ...]
     """How batches were read, as far as the loader tells."""
+    warmup_seconds: float = 0.0
+    """When the last rank had done its warm-up steps, which are in no share; 0 without any."""
 
     @property
     def ranks(self) -> tuple[int, ...]:
@@ -428,6 +430,7 @@ def pipeline_info(events: Iterable[Event], config: Config, seconds: tuple[float,
             spans[name][rank] = tuple(span for span in shifted if span[1] >= window[0] and span[0] <= window[1])
     throughput, warmup_steps = trace_of(events, config).throughput(), config.trial.warmup_steps
     warm = [event for found in steps.values() for event in found if event["step"] > warmup_steps]
+    cold = [event["train_ended"] - zero for found in steps.values() for event in found if event["step"] <= warmup_steps]
     rates = _rates(steps.values(), zero, window)
     url, chunking = resolve_url(config.data.url), config.chunking
     remote = local_folder(url) is None and is_shared(url)
@@ -441,6 +444,7 @@ def pipeline_info(events: Iterable[Event], config: Config, seconds: tuple[float,
         settings=_settings(config, events, len(steps), own=rates is not None),
         limit_bytes_per_second=float(chunking.total_bandwidth_bytes_per_second) if remote else None,
         limit_requests_per_second=(float(chunking.requests_per_second) or None) if remote else None,
+        warmup_seconds=max(cold, default=0.0),
     )
 
 

@@ -1,5 +1,6 @@
 """The drawing of a pipeline: of real trials, read back from their directories too, and of many ranks and steps."""
 
+import dataclasses
 import re
 
 import pytest
@@ -48,6 +49,15 @@ def test_a_trial_of_another_loader_draws_without_the_wire(config):
     assert "loader start-up" in words(chart)[1]
 
 
+def test_the_warm_up_is_shaded_and_said(config):
+    trial = fit(config(max_steps=8, warmup_steps=3), "kit.testing:TinyModule", "kit.testing:TinyData").wait(SECONDS)
+    info = pipeline_info([*trial.events, *trial.steps], trial.config)
+    assert info.train[0][2][1] == pytest.approx(info.warmup_seconds)
+    assert "warm-up" in titles(draw_pipeline(info))[0]
+    without = dataclasses.replace(info, warmup_seconds=0.0)
+    assert "warm-up" not in titles(draw_pipeline(without))[0]
+
+
 def test_a_trial_without_a_step_and_a_part_without_one_are_refused(config):
     trial = fit(config(), "kit.testing:TinyModule", "kit.testing:TinyData")
     trial.kill()
@@ -72,7 +82,7 @@ def test_many_ranks_and_steps_stay_readable_and_small():
 def test_a_near_limit_of_bytes_or_of_requests_is_a_line_and_a_far_one_is_words(place, field, near, unit):
     def lines(limit):
         chart = draw_pipeline(pipeline_info([*begin(), *steps()], CONFIG.replace({f"chunking.{field}": limit})))
-        before, _, after = titles(chart)[place].partition(", planned for ")
+        before, _, after = titles(chart)[place].partition(", of the config's ")
         assert before.endswith(unit)
         assert after.endswith(unit)
         return len(chart.axes[place].lines)
