@@ -77,7 +77,7 @@ def comparison_figure(comparison: Comparison) -> Figure:
 
 
 def roofline_figure(diagnosis: Diagnosis) -> Figure:
-    """The trial under the roof of its device.
+    """The trial under the roof of its device, and what of a step its work would take at the peaks: less than all of it.
 
     Raises:
         ValueError: when the trial has no roofline: its work was not counted, or the peaks are not known.
@@ -88,7 +88,7 @@ def roofline_figure(diagnosis: Diagnosis) -> Figure:
     chart = look.figure(7.6, 3.4)
     title = f"FLOP/s in {roofline.dtype}: MFU {roofline.mfu_fraction:.1%}"
     axes = look.add_axes(chart, (0.1, 0.15, 0.5, 0.72), title=title, x="FLOPs per byte moved", grid="both")
-    parts = look.add_axes(chart, (0.76, 0.15, 0.2, 0.72), title="share of a step", grid="x")
+    parts = look.add_axes(chart, (0.76, 0.15, 0.2, 0.72), title="of a step, at peak speed", grid="x")
     with look.drawing():
         _draw_roof(axes, roofline)
         shares = {
