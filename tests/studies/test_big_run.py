@@ -244,6 +244,7 @@ def test_before_any_trial_predicted_speeds_give_the_run(config):
     assert one.money == pytest.approx(2.0 * one.total_seconds / 3600)
     assert one.watt_hours[0] > 0
     assert one.memory is None
+    assert f"bound by {speeds[0].bound}" in str(run), "a module so small waits for the host"
     assert two.total_seconds == pytest.approx(1000 * speeds[1].step_seconds)
     across = 1000 * speed(16).step_seconds
     for one in speeds:  # whatever number it is asked from

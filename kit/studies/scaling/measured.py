@@ -85,6 +85,8 @@ def predicted(speeds: Sequence[SpeedEstimate], counts: Sequence[int] = ()) -> Me
             raise ConfigError([Problem("runs", "predicted speeds that differ in more than devices")])
     reasons = [*filter(None, [first.misfit]), *first.reasons]
     reasons.append("predicted before any trial: what many devices ask of the store is not among the limits")
+    if first.bound in ("host", "memory bandwidth"):
+        reasons.append(f"what counts as compute is bound by {first.bound}, as kit.predict_speed says")
     samples = first.epoch_samples
     if samples is None and config.training.max_steps:
         samples = round(config.training.max_steps * first.samples)
