@@ -92,7 +92,8 @@ def test_a_size_that_is_the_configs_after_all_is_no_news(asked):
 
 def test_the_default_of_a_config_is_noted_and_not_warned_of(config):
     rule = batch_rule(Part.of(plain()), config())
-    assert "is 16" in rule.note
+    assert f"batches of {LOADERS[plain]}" in rule.note
+    assert "set loader.batch_size" not in rule.note, "nobody chose it"
     assert not rule.is_worth_a_warning
 
 
