@@ -218,8 +218,8 @@ def speed_of(
     reasons += told
     if devices > 1 and recording.facts.get("undivided"):
         reasons.append(recording.facts["undivided"])
-    if why := recording.facts.get("not_ranks", {}).get("ddp"):
-        reasons.append(f"warning: several devices cannot train it: {why}")
+    if only_alone := recording.facts.get("not_ranks", {}).get("ddp", ""):
+        reasons.append(f"warning: several devices cannot train it: {only_alone}")
     if devices > 1 and recording.facts.get("sparse_parameters"):
         reasons.append("gradients of sparse embeddings are exchanged as they are, and their few rows are not counted")
     least = min(time.low_seconds, time.host_seconds)  # which has as much to do for a small batch
@@ -231,6 +231,7 @@ def speed_of(
         batch_size=step.batch_size, accumulate=step.accumulate, time=time, mfu=_mfu(step, time, priced),
         costs=priced.name, on_gpu=target.device_kind == "cuda", link=within,
         epoch_samples=recording.facts.get("epoch_samples"), mean_batch_size=recording.facts.get("mean_samples"),
+        only_alone=only_alone,
         busy_cores=table.busy_cores if table else 0.0, pace_seconds=table.pace_seconds if table else 0.0,
         slowness=table.slowness if table else 1.0,
         computing_fraction=_computing_fraction(time, table) if table else 1.0,
@@ -455,6 +456,8 @@ class SpeedEstimate(Drawable):
     """Samples of an epoch on all devices, by the loader or by the config for kit's own; None where neither says."""
     mean_batch_size: float | None = None
     """Of a micro-batch, where a loader puts fewer samples in it the longer they are; else None."""
+    only_alone: str = ""
+    """Why several devices cannot train it; empty where they can."""
     busy_cores: float = 0.0
     """That others used while the operators of this machine were measured."""
     pace_seconds: float = 0.0

@@ -61,6 +61,8 @@ class MeasuredScaling:
     reasons: tuple[str, ...]
     link: Link | None = None
     """What joins devices of a node, where that is known."""
+    only_alone: str = ""
+    """Why several devices cannot train it; empty where they can, or a trial did."""
     priced: bool = False
     """Whether each count asked about was predicted by itself, from one dry run."""
 
@@ -92,10 +94,11 @@ def predicted(speeds: Sequence[SpeedEstimate], counts: Sequence[int] = ()) -> Me
         samples = round(config.training.max_steps * first.samples)
         reasons.append("the length of an epoch is not known before a trial: it is taken as the steps of the run")
     loader = first.time.loader_seconds
-    others = _on_devices(first, counts) if len(speeds) == 1 else []
+    others = _on_devices(first, counts) if len(speeds) == 1 and not first.only_alone else []
     steps = sorted(map(_predicted_step, [*speeds, *others]), key=lambda step: step.devices)
     return MeasuredScaling(
-        config=config, trials=(), on_gpu=first.on_gpu, cores=None, steps=tuple(steps), priced=bool(others),
+        config=config, trials=(), only_alone=first.only_alone, on_gpu=first.on_gpu, cores=None, steps=tuple(steps),
+        priced=bool(others) or {*counts} == {first.devices},
         loading=Loading(ahead=True, seconds=None if loader is None else loader / first.accumulate), link=first.link,
         traffic=first.traffic, batch_size=first.mean_batch_size or first.batch_size, samples_per_epoch=samples,
         watts=None, device=first.device.rpartition("× ")[2] if first.on_gpu else "CPU", reasons=tuple(reasons),

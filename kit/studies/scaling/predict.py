@@ -106,6 +106,10 @@ def predict_run(
     counts = sorted({*given})
     elsewhere = any(one is not None for one in (devices_per_node, cores_per_node, within, between, strategy))
     found = measure(runs, () if elsewhere else counts)
+    if found.only_alone:
+        if counts[0] > 1:
+            raise ConfigError([Problem("devices", f"{counts[0]} cannot train it: {found.only_alone}")])
+        counts, found = counts[:1], replace(found, priced=True)
     training = found.config.training
     steps = training.max_steps if epochs is None else 0
     epochs = training.max_epochs if epochs is None else epochs

@@ -65,6 +65,9 @@ def test_sparse_gradients_are_no_traffic_and_said_where_one_device_is_asked_abou
     assert (speed.traffic.gradient_bytes, dense.traffic.gradient_bytes) == (0, 4 * 8 * 1000)
     assert "several devices cannot" in str(speed)
     assert "several devices cannot" not in str(dense)
+    assert [row.devices for row in kit.studies.predict_run(speed, devices=[1, 8]).rows] == [1]
+    with pytest.raises(ConfigError, match="sparse=False"):
+        kit.studies.predict_run(speed, devices=8)
     assert kit.predict_memory(config().replace(ON_TWO), Table, numbers_of_rows()).fits, "gloo adds them up"
 
 
