@@ -246,6 +246,10 @@ class _MemoryPanel(_Panel):
             self._limit(needed)
 
 
+_STEADY_STEPS, _SPIKE = 10, 4.0
+"""After so many steps what is so many times the mean is a single step, and leaves the axis."""
+
+
 class _SpeedPanel(_Panel):
     """Samples per second of all ranks together, with the mean after warm-up as a thin line."""
 
@@ -266,8 +270,13 @@ class _SpeedPanel(_Panel):
         if info.measured_steps:
             self.mean.set_data([info.warmup_steps, info.steps[-1]], [info.mean_samples_per_second] * 2)
             self.note.set_text(f"mean {format_count(info.mean_samples_per_second)}")
-        needed = rate_limit(max([self.highest, *filter(math.isfinite, info.samples_per_second)]))
-        if needed > self.limit:
+        most = max(filter(math.isfinite, info.samples_per_second), default=0.0)
+        spiked = info.measured_steps >= _STEADY_STEPS and most > _SPIKE * info.mean_samples_per_second
+        if spiked:
+            self.note.set_text(f"mean {format_count(info.mean_samples_per_second)}, spikes to {format_count(most)}")
+            most = _SPIKE * info.mean_samples_per_second
+        needed = rate_limit(max(self.highest, most))
+        if needed > self.limit or (spiked and needed <= self.limit / 2):
             self._limit(needed)
 
 

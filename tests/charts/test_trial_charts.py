@@ -136,6 +136,18 @@ def test_limits_only_grow():
     assert [axes.get_ylim() for axes in chart.figure.axes[:2]] == limits == [(0, 4 * GIB), (0, 1000)]
 
 
+def test_a_single_fast_step_leaves_the_axis_and_is_told():
+    chart = TrialChart(CONFIG)
+    chart.add([step(number) for number in (1, 2, 3, 4, 5)])
+    chart.add([step(6, seconds=0.001, wait=0.0)])
+    chart.svg()
+    speed = chart.figure.axes[1]
+    assert speed.get_ylim() == (0, 10_000)
+    chart.add([step(number) for number in range(7, 40)])
+    assert "spikes to 8000" in chart.svg()
+    assert speed.get_ylim() == (0, 500)
+
+
 def test_the_peak_a_rank_reports_at_its_end_counts_and_does_not_move_the_chart():
     ended = {"kind": "fit_ended", "time": 9.0, "rank": 0, "peak_host_rss_bytes": 3 * GIB}
     info = trace_of([step(1, rss=GIB), ended], CONFIG).memory()
