@@ -47,12 +47,16 @@ def loop_order(recording: Recording) -> LoopOrder:
     outside = [place for place, name in enumerate(recording.names) if not name]  # the empty name: no part of the module
     forward = recording.operator_phase == PHASES.index("forward")
     forward &= ~np.isin(recording.operator_module, outside)
+    activations = made[(recording.block_category == CATEGORIES.index("activations")) & (made >= 0)]
+    kept_times = recording.event_time[activations]
     for start, following in pairwise(steps):
         after = np.flatnonzero(backward[following:])
         if not len(after):
             continue
         begins, turns = int(np.searchsorted(recording.event_time, following)), following + int(after[0])
         computes = following + int(np.argmax(forward[following:turns])) if forward[following:turns].any() else turns
+        in_between = (kept_times >= following) & (kept_times < turns)
+        computes = min(computes, int(kept_times[in_between].min(initial=turns)))  # by code of no part, too
         for block in np.flatnonzero(is_gradient & (made >= 0)).tolist():
             if not start <= recording.event_time[made[block]] < following:
                 continue

@@ -2,6 +2,8 @@
 
 import pytest
 import torch
+from lightning.pytorch import LightningModule
+from torch.utils.data import DataLoader
 
 from kit.config import Config
 from kit.memory.record.dry_run import DryRun, record
@@ -80,6 +82,36 @@ def test_gradients_freed_after_the_step_are_what_the_plain_recording_says_they_s
     assert order.gradients_freed == "between forward and backward pass"
     assert loop_order(freed).gradients_freed == "after the step"
     assert peak(plain) - peak(freed) == saved_bytes(plain, order, peak(plain))
+
+
+class OwnProducts(LightningModule):
+    """Multiplies in its own step, in no part of it."""
+
+    def __init__(self, manual=False):
+        super().__init__()
+        self.weight, self.automatic_optimization = torch.nn.Parameter(torch.zeros(64, 512)), not manual
+
+    def training_step(self, batch, batch_idx):
+        if self.automatic_optimization:
+            return (batch @ self.weight).relu().mean()
+        optimizer = self.optimizers()
+        optimizer.zero_grad()
+        self.manual_backward((batch @ self.weight).relu().mean())
+        optimizer.step()
+        return None
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+@pytest.mark.parametrize(
+    ("manual", "order"), [(False, "between forward and backward pass"), (True, "before the forward pass")]
+)
+def test_a_step_that_computes_in_no_part_of_the_module_is_a_forward_pass_too(manual, order):
+    config = Config.make({"trial": {"max_steps": 4, "warmup_steps": 0}})
+    data = {"train_dataloaders": DataLoader(torch.zeros(64, 64), batch_size=16)}
+    recording = record(lambda: OwnProducts(manual), lambda: data, DryRun(config, "32-true", 1, "cpu", None))
+    assert loop_order(recording).gradients_freed == order
 
 
 def test_on_the_cpu_what_needs_a_gpu_is_said():
