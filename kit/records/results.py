@@ -353,9 +353,9 @@ def _told_apart(row: Values) -> Mapping[str, Any]:
 
 
 def class_name(place: str) -> str:
-    """`Forecast` of `parts.py:Forecast`; what follows a comma, such as which data of one class it was, stays."""
-    name, comma, more = place.partition(", ")
-    return f"{name.rpartition(':')[2]}{comma}{more}"
+    """`Forecast` of `parts.py:Forecast`; where a comma and which data of the class it was follow, these alone."""
+    name, _, which = place.partition(", ")
+    return which or name.rpartition(":")[2]
 
 
 def _paths(configs: Iterable[Mapping[str, Any]]) -> Iterable[str]:

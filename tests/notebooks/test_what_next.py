@@ -121,6 +121,9 @@ def tables(config):
 def published(config):
     assert (readme.ROOT / "benchmarks/published.py").exists()
     memory(config)  # kit.predict_memory(config, MyModule, MyData, device="H100-80GB")
+    MyModule, MyData = TinyModule, TinyData
+    config = config.replace({"model.arguments": {}, "loader.batch_size": 4})
+    assert kit.studies.compare_cards(config, MyModule, MyData, prices={"L4": 0.75, "H100-80GB": 3.0}).cheapest
 
 
 def cloud(config):
