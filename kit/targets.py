@@ -523,7 +523,7 @@ _MOST_PARTS, _MOST_ITEMS, _MOST_LETTERS = 20_000, 100, 1000
 
 
 def digest_of(value: Any) -> str:
-    """Digits that differ where what is trained, or trained on, differs; nothing is run."""
+    """Digits that differ where what is trained, or trained on, differs; of its code nothing runs but lengths."""
     return hashlib.sha256(repr(_Telling().told(value)).encode()).hexdigest()[:16]
 
 
