@@ -202,7 +202,10 @@ def cards_figure(comparison: CardComparison) -> Figure:
     """What `kit.studies.compare_cards` answers, drawn: what is to the left ends sooner, what is below costs less."""
     chart = look.figure(8.0, 4.4)
     currency = comparison[0].prices.currency
-    cost = f"money, {currency}".rstrip(", ") if comparison.priced else "device-hours"
+    # A logarithmic axis has no place for what is free, and one axis none for hours beside money.
+    money = comparison.priced and all(row.run.money for row in comparison)
+    costs = [(row.run.money if money else None) or row.run.device_hours for row in comparison]
+    cost = f"money, {currency}".rstrip(", ") if money else "device-hours"
     axes = look.add_axes(
         chart, (0.1, 0.13, 0.66, 0.68), title=f"{cost}, and time of the run on each number of devices", x="whole run",
         y=cost, grid="both",
@@ -211,19 +214,19 @@ def cards_figure(comparison: CardComparison) -> Figure:
         axes.set_xscale("log")
         axes.set_yscale("log")
         for place, card in enumerate(comparison.runs):
-            rows = sorted((row for row in comparison if row.card == card), key=lambda row: row.run.devices)
+            pairs = [(row, each) for row, each in zip(comparison, costs, strict=True) if row.card == card]
+            pairs.sort(key=lambda pair: pair[0].run.devices)
             colour = look.COLOURS[place % len(look.COLOURS)]
-            points = [(row.run.total_seconds, row.run.money or row.run.device_hours) for row in rows]
+            points = [(row.run.total_seconds, each) for row, each in pairs]
             style = look.DASHES[place // len(look.COLOURS) % len(look.DASHES)]
             axes.plot(*zip(*points, strict=True), style, color=colour, label=card, linewidth=1.0)
-            for row, point in zip(rows, points, strict=True):
+            for (row, _), point in zip(pairs, points, strict=True):
                 axes.plot(*point, "o" if row.fits else "x", color=colour)
                 look.note(axes, point, str(row.run.devices), above=True, xytext=(0, 3), fontsize=7.5)
         if not all(row.fits for row in comparison):
             axes.plot([], [], "x", color=look.INK, label="does not fit")
         axes.minorticks_off()
         _set_ends(axes, "x", [row.run.total_seconds for row in comparison], _ROUND_SECONDS | _BETWEEN)
-        costs = [row.run.money or row.run.device_hours for row in comparison]
         _set_ends(axes, "y", costs, {step * 10.0**power: format_price(step * 10.0**power)
                                      for power in range(-6, 9) for step in (1, 2, 5)})  # fmt: skip
         axes.legend(loc="upper left", bbox_to_anchor=(1.02, 1.0))

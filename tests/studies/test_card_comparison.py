@@ -91,6 +91,15 @@ def test_a_card_without_a_price_leaves_the_cheapest_open(config):
     assert not found.priced
     assert found.cheapest is None
     assert found.fastest is not None
+    (axes,) = found.figure().axes
+    drawn = {(*line.get_xdata(), *line.get_ydata()) for line in axes.get_lines() if line.get_marker() == "o"}
+    assert drawn == {(row.run.total_seconds, row.run.device_hours) for row in found}, "never money beside hours"
+
+
+def test_a_card_that_costs_nothing_is_drawn_by_its_hours(config):
+    found = compare_cards(config(), TinyModule, TinyData, prices={"L4": 0, "T4": 1}, devices=1)
+    assert found.cheapest.card == "L4-24GB"
+    assert found.figure().axes[0].get_ylabel() == "device-hours"
 
 
 def test_what_is_to_be_known_of_one_card_is_said(config):
