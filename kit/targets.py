@@ -524,17 +524,17 @@ _MOST_PARTS, _MOST_ITEMS, _MOST_LETTERS = 20_000, 100, 1000
 
 def digest_of(value: Any) -> str:
     """Digits that differ where what is trained, or trained on, differs; of its code nothing runs but lengths."""
-    return hashlib.sha256(repr(_Telling().told(value)).encode()).hexdigest()[:16]
+    return hashlib.sha256(repr(_PlainValues().of(value)).encode()).hexdigest()[:16]
 
 
-class _Telling:
+class _PlainValues:
     """Makes plain values of objects, each once."""
 
     def __init__(self) -> None:
         self._left = _MOST_PARTS
         self._seen: dict[int, Any] = {}  # which keeps them alive, so that no other gets their id
 
-    def told(self, value: Any) -> Any:
+    def of(self, value: Any) -> Any:
         if isinstance(value, str | bytes):
             return [len(value), value[:_MOST_LETTERS]]
         if value is None or isinstance(value, int | float | complex):
@@ -570,19 +570,19 @@ class _Telling:
             return [kind.__qualname__, str(value.shape), str(value.dtype)]
         own = {name: item for name, item in getattr(value, "__dict__", {}).items() if not name.startswith("_")}
         if hasattr(value, "named_parameters"):
-            parameters = [(name, one.requires_grad, self.told(one)) for name, one in value.named_parameters()]
-            return [self._class(kind), parameters, [type(one).__qualname__ for one in value.modules()], self.told(own)]
+            parameters = [(name, one.requires_grad, self.of(one)) for name, one in value.named_parameters()]
+            return [self._class(kind), parameters, [type(one).__qualname__ for one in value.modules()], self.of(own)]
         if hasattr(value, "batch_sampler"):
             return [self._class(kind), self._each(getattr(value, name, None) for name in _OF_LOADERS)]
-        return [self._class(kind), len(value) if hasattr(kind, "__len__") else None, self.told(own)]
+        return [self._class(kind), len(value) if hasattr(kind, "__len__") else None, self.of(own)]
 
     def _each(self, values: Iterable[Any]) -> list[Any]:
-        return [self.told(one) for one in itertools.islice(values, _MOST_ITEMS)]
+        return [self.of(one) for one in itertools.islice(values, _MOST_ITEMS)]
 
     def _class(self, kind: type) -> Any:
         """Its name, and the code of all that is not torch's or Lightning's."""
         own = [one for one in kind.__mro__ if one.__module__.partition(".")[0] not in _LIBRARIES]
-        code = [self.told(item.__code__) for one in own for item in vars(one).values() if hasattr(item, "__code__")]
+        code = [self.of(item.__code__) for one in own for item in vars(one).values() if hasattr(item, "__code__")]
         return [f"{kind.__module__}:{kind.__qualname__}", code]
 
     def _function(self, function: FunctionType) -> Any:
@@ -592,4 +592,4 @@ class _Telling:
             with contextlib.suppress(ValueError):  # one that is still empty
                 taken.append(cell.cell_contents)
         used = [one for one in taken if not isinstance(one, ModuleType)]
-        return [self.told(function.__code__), self.told(function.__defaults__), self._each(used)]
+        return [self.of(function.__code__), self.of(function.__defaults__), self._each(used)]

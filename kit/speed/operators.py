@@ -177,8 +177,8 @@ def why_not_shared(recording: Recording, strategy: str) -> str:
     facts = recording.facts
     if facts.get("unknown") or not facts.get("units"):
         return "its step is not known, or its own code decides what is shared"
-    if facts.get("not_ranks", {}).get(strategy.partition(":")[0]):
-        return "torch or Lightning refuse it on several"
+    if facts.get("refused_strategies", {}).get(strategy.partition(":")[0]):
+        return "torch refuses it on several devices"
     if facts.get("asks_devices"):
         return f"it asks how many devices there are at {facts['asks_devices']}"
     if strategy == "ddp":

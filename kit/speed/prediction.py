@@ -218,8 +218,8 @@ def speed_of(
     reasons += told
     if devices > 1 and recording.facts.get("undivided"):
         reasons.append(recording.facts["undivided"])
-    if only_alone := recording.facts.get("not_ranks", {}).get("ddp", ""):
-        reasons.append(f"warning: several devices cannot train it: {only_alone}")
+    if why_single_device := recording.facts.get("refused_strategies", {}).get("ddp", ""):
+        reasons.append(f"warning: several devices cannot train it: {why_single_device}")
     if devices > 1 and recording.facts.get("sparse_parameters"):
         reasons.append("gradients of sparse embeddings are exchanged as they are, and their few rows are not counted")
     least = min(time.low_seconds, time.host_seconds)  # which has as much to do for a small batch
@@ -231,7 +231,7 @@ def speed_of(
         batch_size=step.batch_size, accumulate=step.accumulate, time=time, mfu=_mfu(step, time, priced),
         costs=priced.name, on_gpu=target.device_kind == "cuda", link=within,
         epoch_samples=recording.facts.get("epoch_samples"), mean_batch_size=recording.facts.get("mean_samples"),
-        only_alone=only_alone,
+        why_single_device=why_single_device,
         busy_cores=table.busy_cores if table else 0.0, pace_seconds=table.pace_seconds if table else 0.0,
         slowness=table.slowness if table else 1.0,
         computing_fraction=_computing_fraction(time, table) if table else 1.0,
@@ -456,7 +456,7 @@ class SpeedEstimate(Drawable):
     """Samples of an epoch on all devices, by the loader or by the config for kit's own; None where neither says."""
     mean_batch_size: float | None = None
     """Of a micro-batch, where a loader puts fewer samples in it the longer they are; else None."""
-    only_alone: str = ""
+    why_single_device: str = ""
     """Why several devices cannot train it; empty where they can."""
     busy_cores: float = 0.0
     """That others used while the operators of this machine were measured."""
@@ -476,6 +476,11 @@ class SpeedEstimate(Drawable):
     def __getstate__(self) -> dict[str, Any]:
         """All but what holds the module: a pickled estimate answers for its own devices."""
         return {**vars(self), "on_devices": None}
+
+    @property
+    def one_device(self) -> str:
+        """The name of one of them."""
+        return self.device.rpartition("× ")[2]
 
     @property
     def step_seconds(self) -> float:

@@ -202,7 +202,7 @@ def sparse_tables(module: torch.nn.Module) -> dict[str, torch.Tensor]:
     }
 
 
-def why_not_ranks(module: LightningModule, on_gpu: bool) -> dict[str, str]:
+def refused_strategies(module: LightningModule, on_gpu: bool) -> dict[str, str]:
     """Why torch cannot train the module on several ranks, by strategy: gradients that nothing there adds up."""
     sparse = list(sparse_tables(module))
     if not sparse:

@@ -268,7 +268,6 @@ def _elementwise_largest(looked: Sequence[Batches]) -> Batches:
     """The largest batch, each of its parts as large as in any batch like it, unless that would be none that there is:
     where a batch holds fewer samples the longer they are."""
     shapes = [_shapes_of(batch) for batch in looked]
-    mean = sum(batch.batch_size for batch in looked) / len(looked)
     if len(set(shapes)) == 1:
         return looked[0]
     largest = max(looked, key=lambda batch: batch.nbytes)
@@ -282,7 +281,7 @@ def _elementwise_largest(looked: Sequence[Batches]) -> Batches:
     )
     found = replace(largest, tensors=tensors, batch_size=max(batch.batch_size for batch in alike))
     if found.nbytes > _TRADED * largest.nbytes and len({batch.batch_size for batch in alike}) > 1:
-        return _longest_of(alike, mean)
+        return _longest_of(alike, sum(batch.batch_size for batch in looked) / len(looked))
     note = f"{DIFFERING[1]}each part is as large as the largest of {len(looked)} batches"
     return replace(found, notes=(note,))
 

@@ -93,8 +93,8 @@ from kit.memory.replay.snapshot import line_of
 from kit.train.callbacks import (
     UnusedParameters,
     loss_in,
+    refused_strategies,
     sparse_tables,
-    why_not_ranks,
     why_nothing_trains,
     why_undivided,
 )
@@ -310,13 +310,13 @@ def _recorded(
         look = look_for_real if run.for_real else look_at
         fake_batches = FakeBatches(recorder, answers, trainer, on_gpu and not run.for_real, look)
         unknown, refused, stopped = "", False, None
-        not_ranks = why_not_ranks(module, on_gpu)
+        refused_by_torch = refused_strategies(module, on_gpu)
         try:
             with contextlib.ExitStack() as entered:
                 entered.enter_context(not_traced(answers))
                 arguments = entered.enter_context(fake_batches.taken(module, data, batch_size, marker.stages))
                 if _is_distributed(run):
-                    if message := not_ranks.get(run.config.hardware.strategy.partition(":")[0]):
+                    if message := refused_by_torch.get(run.config.hardware.strategy.partition(":")[0]):
                         raise ConfigError([Problem("hardware.strategy", message)])
                     from kit.memory.record.ranks import label_collectives
 
@@ -352,7 +352,7 @@ def _recorded(
             recording.facts.update(units=marker.units, buffers=_sizes(module.buffers()))
     recording.facts.update(_facts(run, module, trainer, unknown), unsure_workspace_bytes=workspaces.unsure_bytes)
     recording.facts["may_be_low"] = _may_be_low(run, module, workspaces)
-    recording.facts.update(refused=refused, not_ranks=not_ranks)
+    recording.facts.update(refused=refused, refused_strategies=refused_by_torch)
     if trainer._accelerator_connector.use_distributed_sampler:
         recording.facts["undivided"] = why_undivided(fake_batches.given)
     recording.facts["epoch_samples"] = fake_batches.epoch_samples

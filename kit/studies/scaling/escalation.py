@@ -237,9 +237,7 @@ class TriedStep:
         time = f"× {self.time_factor:.2f}" if self.seconds is None else format_seconds(self.seconds)
         verdict = "no headroom" if found.may_fit and not self.fits else found.verdict
         low, high = map(format_bytes, found.total_bytes)
-        needs = (
-            f"{low} to {high}" if found.verdict == "tight" and low != high else high
-        )  # which it fits by the least of
+        needs = f"{low} to {high}" if found.verdict == "tight" and low != high else high
         return [self.name, devices, verdict, needs, short, time]
 
 

@@ -61,7 +61,7 @@ class MeasuredScaling:
     reasons: tuple[str, ...]
     link: Link | None = None
     """What joins devices of a node, where that is known."""
-    only_alone: str = ""
+    why_single_device: str = ""
     """Why several devices cannot train it; empty where they can, or a trial did."""
     priced: bool = False
     """Whether each count asked about was predicted by itself, from one dry run."""
@@ -79,7 +79,7 @@ def predicted(speeds: Sequence[SpeedEstimate], counts: Sequence[int] = ()) -> Me
     first, config = speeds[0], speeds[0].config
     if config is None:
         raise ConfigError([Problem("runs", "a speed of no config; give what kit.predict_speed answers")])
-    if len(cards := sorted({speed.device.rpartition("× ")[2] for speed in speeds})) > 1:
+    if len(cards := sorted({speed.one_device for speed in speeds})) > 1:
         message = f"predicted speeds of {' and '.join(cards)}; kit.studies.compare_cards sets cards beside one another"
         raise ConfigError([Problem("runs", message)])
     for other in speeds[1:]:
@@ -94,14 +94,15 @@ def predicted(speeds: Sequence[SpeedEstimate], counts: Sequence[int] = ()) -> Me
         samples = round(config.training.max_steps * first.samples)
         reasons.append("the length of an epoch is not known before a trial: it is taken as the steps of the run")
     loader = first.time.loader_seconds
-    others = _on_devices(first, counts) if len(speeds) == 1 and not first.only_alone else []
+    others = _on_devices(first, counts) if len(speeds) == 1 and not first.why_single_device else []
     steps = sorted(map(_predicted_step, [*speeds, *others]), key=lambda step: step.devices)
     return MeasuredScaling(
-        config=config, trials=(), only_alone=first.only_alone, on_gpu=first.on_gpu, cores=None, steps=tuple(steps),
-        priced=bool(others) or {*counts} == {first.devices},
+        config=config, trials=(), why_single_device=first.why_single_device, on_gpu=first.on_gpu, cores=None,
+        steps=tuple(steps),
+        priced=bool(others) or bool(first.why_single_device) or {*counts} == {first.devices},
         loading=Loading(ahead=True, seconds=None if loader is None else loader / first.accumulate), link=first.link,
         traffic=first.traffic, batch_size=first.mean_batch_size or first.batch_size, samples_per_epoch=samples,
-        watts=None, device=first.device.rpartition("× ")[2] if first.on_gpu else "CPU", reasons=tuple(reasons),
+        watts=None, device=first.one_device if first.on_gpu else "CPU", reasons=tuple(reasons),
     )  # fmt: skip
 
 

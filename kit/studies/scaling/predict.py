@@ -106,10 +106,10 @@ def predict_run(
     counts = sorted({*given})
     elsewhere = any(one is not None for one in (devices_per_node, cores_per_node, within, between, strategy))
     found = measure(runs, () if elsewhere else counts)
-    if found.only_alone:
+    if found.why_single_device:
         if counts[0] > 1:
-            raise ConfigError([Problem("devices", f"{counts[0]} cannot train it: {found.only_alone}")])
-        counts, found = counts[:1], replace(found, priced=True)
+            raise ConfigError([Problem("devices", f"{counts[0]} cannot train it: {found.why_single_device}")])
+        counts = counts[:1]
     training = found.config.training
     steps = training.max_steps if epochs is None else 0
     epochs = training.max_epochs if epochs is None else epochs

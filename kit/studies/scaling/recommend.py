@@ -401,11 +401,10 @@ class _Escalation:
             )  # fmt: skip
             _, target = self._query(step, 1)
             on_cpu = run.scaling.cluster.on_cpu
-            ran = self._predicted_for or ("a CPU" if on_cpu else "a GPU")
-            if on_cpu != (target.device_kind == "cpu") or self._predicted_for not in ("", target.name):
-                reason = f"the trial ran on {ran}, which tells no time of {target}"
-                if self._predicted_for:
-                    reason = f"the speed was predicted for {ran}, which tells no time of {target}"
+            asked = self._predicted_for
+            if on_cpu != (target.device_kind == "cpu") or asked not in ("", target.name):
+                told = f"speed was predicted for {asked}" if asked else f"trial ran on {'a CPU' if on_cpu else 'a GPU'}"
+                reason = f"the {told}, which tells no time of {target}"
                 if self.target.limited:
                     raise PlanError(f"{reason}; give a trial on that kind of device, or no limit")
                 if not self._other_kind:
@@ -418,7 +417,7 @@ class _Escalation:
         """The device of speeds that were predicted; empty where a trial ran."""
         speeds = [self.trial] if isinstance(self.trial, SpeedEstimate) else self.trial
         first = next(iter(speeds), None) if isinstance(speeds, list | tuple) else None
-        return first.device.rpartition("× ")[2] if isinstance(first, SpeedEstimate) else ""
+        return first.one_device if isinstance(first, SpeedEstimate) else ""
 
     def _changes(self, chosen: TriedStep) -> list[Change]:
         """The changes of the step, then advice about data; the assumptions go to `reasons`."""
