@@ -29,7 +29,7 @@ from lightning.pytorch.utilities import CombinedLoader
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
 from torch.nn.utils.rnn import PackedSequence
-from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler, SequentialSampler
 
 from kit.config import Config
 from kit.data.build.open_source import load_source
@@ -89,7 +89,7 @@ def look_for_real(loader: Any, batch_size: int | None = None) -> Batches:
         found = _collatable(loader, size)
         chosen = list(itertools.islice(itertools.cycle(found.candidates), size))
         if not found.notes:  # all of one size: then as different as they are
-            first = list(within(_spread_over(loader), size, LOOK_SECONDS))
+            first = [sample for _, sample in within(_spread_over(loader), size, LOOK_SECONDS)]
             chosen[: len(first)] = first
         batches = replace(describe(loader.collate_fn(chosen), size, whole=True), notes=found.notes)
     else:
@@ -123,7 +123,8 @@ def _from_samples(loader: DataLoader[Any], size: int) -> Batches:
         return describe(collate(chosen[:count] if count < few else chosen), count)
 
     if size <= few + 2:
-        return _ones_kept(replace(collated(size), notes=samples.notes), _singly(loader))
+        found = _of_several_lengths(replace(collated(size), notes=samples.notes), samples, loader)
+        return _ones_kept(found, _singly(loader))
     probes = [collated(few + extra) for extra in (0, 1, 2)] if few > 1 else [collated(count) for count in (2, 3, 4)]
     grown = _extrapolated(probes, size)
     if grown is None:  # the batch does not simply grow with its samples: collate all of them, when they fit
@@ -136,12 +137,32 @@ def _from_samples(loader: DataLoader[Any], size: int) -> Batches:
             )
             raise ConfigError([Problem("data", message)])
         grown = collated(size)
-    return _ones_kept(replace(grown, notes=samples.notes + grown.notes), _singly(loader))
+    grown = _of_several_lengths(replace(grown, notes=samples.notes + grown.notes), samples, loader)
+    return _ones_kept(grown, _singly(loader))
+
+
+def _of_several_lengths(found: Batches, samples: Samples, loader: DataLoader[Any]) -> Batches:
+    """`found`, a batch of the longest samples, with the numbers of one that is as wide and holds shorter ones too: what
+    packs its sequences holds as much as these say."""
+    if not samples.fullest or not any(item.values is not None and item.values.dim() for item in found.tensors):
+        return found
+    dataset: Any = loader.dataset
+    shorter = samples.fullest[len(samples.candidates) :]  # instead of its longest stand the longest of all
+    others = itertools.cycle(within((dataset[index] for index in shorter), found.batch_size, SCAN_SECONDS))
+    chosen = list(itertools.islice(itertools.chain(samples.candidates, others), found.batch_size))
+    try:
+        mixed = describe(loader.collate_fn(chosen), found.batch_size)
+    except Exception:  # the loader's own function takes like samples only
+        return found
+    if _shapes_of(mixed) != _shapes_of(found):
+        return found
+    told = found.notes[0].replace(_AS_LONG, "all are padded to ") + _SEVERAL_LENGTHS
+    return replace(mixed, notes=(told, *found.notes[1:]))
 
 
 def _singly(loader: DataLoader[Any]) -> Iterator[Batches]:
     """Samples from all over the data set, each as a batch."""
-    for sample in within(_spread_over(loader), FIRST_SAMPLES, LOOK_SECONDS):
+    for _, sample in within(_spread_over(loader), FIRST_SAMPLES, LOOK_SECONDS):
         yield describe(loader.collate_fn([sample]))
 
 
@@ -593,6 +614,11 @@ SCAN_SECONDS = 1.5
 FIRST_SAMPLES = 32
 _MOST_CANDIDATES = 4
 _ENDLESS = 1 << 20
+_DRAWS, _MOST_DRAWN, _RARE = 1000, 1 << 22, 1e-5
+"""Batches that are drawn to find one as large as they come, how many samples are drawn for them in all, and the chance
+of a batch of the longest samples alone below which none is expected."""
+_AS_LONG = "every one is as long as "
+_SEVERAL_LENGTHS = "; its lengths are those of the largest of many batches"
 
 Sizes = tuple[tuple[int, ...], ...]
 """The shape of each part of a sample."""
@@ -610,6 +636,9 @@ class Samples:
     """Of the largest: how large a sample is on average. A batch of samples in a row is of as many such."""
     padded_fraction: float = 1.0
     """The same of the longest sample in a batch, to which the others are padded."""
+    fullest: tuple[Any, ...] = ()
+    """Indices of the samples of a batch as large as they come, the largest first, where the sampler tells which are put
+    together."""
 
 
 def largest_samples(loader: DataLoader[Any], batch_size: int = 1) -> Samples:
@@ -623,56 +652,84 @@ def largest_samples(loader: DataLoader[Any], batch_size: int = 1) -> Samples:
     samples = _spread_over(loader)
     sizes: dict[Sizes, Any] = {}
     looked: list[int] = []
+    indices: list[Any] = []
 
-    def look(sample: Any) -> None:
+    def look(index: Any, sample: Any) -> None:
         sizes.setdefault(size := _sizes(sample), sample)
         looked.append(_numel(size))
+        indices.append(index)
 
-    for sample in within(samples, FIRST_SAMPLES, LOOK_SECONDS):
-        look(sample)
+    for index, sample in within(samples, FIRST_SAMPLES, LOOK_SECONDS):
+        look(index, sample)
     if not sizes:
         raise ConfigError([Problem("data", "the loader yields no samples; there must be one to look at")])
     if len(sizes) == 1:  # a long one in a hundred may not be among them
-        for sample in within(samples, total or _ENDLESS, _QUICK_SECONDS):
-            look(sample)
+        for index, sample in within(samples, total or _ENDLESS, _QUICK_SECONDS):
+            look(index, sample)
             if len(sizes) > 1:
                 break
     if len(sizes) == 1:
         return Samples([*sizes.values()])
     smallest = min(sizes.items(), key=lambda item: _numel(item[0]))[1]
-    for sample in within(samples, total or _ENDLESS, SCAN_SECONDS):
-        look(sample)
+    for index, sample in within(samples, total or _ENDLESS, SCAN_SECONDS):
+        look(index, sample)
         if len(sizes) > 4 * _MOST_CANDIDATES:  # keep the largest only, so that a scan holds a few samples
             kept = dict(_candidates(sizes))
             sizes = {size: sample for size, sample in sizes.items() if size in kept}
     of = f" of {total}" if total is not None else ""
-    note = f"{DIFFERING[0]}every one is as long as the longest of {len(looked)}{of}"
+    note = f"{DIFFERING[0]}{_AS_LONG}the longest of {len(looked)}{of}"
     candidates, most = [sample for _, sample in _candidates(sizes)], max(1, *looked)
     return Samples(
         candidates, (note,), (candidates[0], smallest), mean_fraction=sum(looked) / len(looked) / most,
         padded_fraction=_largest_of(looked, batch_size) / most,
+        fullest=tuple(
+            indices[place]
+            for place in sorted(_fullest(looked, indices, loader, batch_size), key=looked.__getitem__, reverse=True)
+        ),
     )  # fmt: skip
 
 
-def _spread_over(loader: DataLoader[Any]) -> Iterator[Any]:
-    """Samples from all over the data set, each once, so that the first few are like the rest; an iterable's as they
-    come."""
+def _fullest(sizes: Sequence[int], indices: Sequence[Any], loader: DataLoader[Any], count: int) -> list[int]:
+    """Places of the samples of one batch that is as large as they come: of many drawn at random, or of all where the
+    loader goes through the data set in order. None where a sampler of another kind decides, and where a batch may be of
+    samples of one size, for which there are kernels that hold more."""
+    numbers = np.array(sizes)
+    if isinstance(loader.dataset, IterableDataset):
+        return []
+    if type(loader.sampler) is RandomSampler:
+        if float(np.mean(numbers == numbers.max())) ** count > _RARE:
+            return []
+        draws = max(1, min(_DRAWS, _MOST_DRAWN // count))
+        drawn = np.random.default_rng(0).integers(len(numbers), size=(draws, count))
+        return [int(place) for place in drawn[numbers[drawn].sum(1).argmax()]]
+    if type(loader.sampler) is SequentialSampler and len(numbers) == len(loader.sampler) >= count:
+        places = np.argsort(np.array(indices))
+        rows = places[: len(places) // count * count].reshape(-1, count)
+        if not (numbers[rows] == numbers[rows[:, :1]]).all(1).any():
+            return [int(place) for place in rows[numbers[rows].sum(1).argmax()]]
+    return []
+
+
+def _spread_over(loader: DataLoader[Any]) -> Iterator[tuple[Any, Any]]:
+    """Samples from all over the data set with their indices, each once, so that the first few are like the rest; an
+    iterable's as they come."""
     dataset: Any = loader.dataset
     if isinstance(dataset, IterableDataset):
-        yield from dataset
+        yield from enumerate(dataset)
         return
     if not (total := len(dataset)):
         return
     try:
-        yield dataset[0]
+        yield 0, dataset[0]
     except (KeyError, IndexError, TypeError):  # indexed by something else; its sampler knows by what
-        yield from (dataset[index] for index in itertools.islice(iter(loader.sampler), total))
+        yield from ((index, dataset[index]) for index in itertools.islice(iter(loader.sampler), total))
         return
     # A stride near the golden section of the data set that meets every index once.
     step = max(1, round(total * 0.618))
     while math.gcd(step, total) != 1:
         step += 1
-    yield from (dataset[index * step % total] for index in range(1, total))
+    for number in range(1, total):
+        yield (index := number * step % total), dataset[index]
 
 
 def within(values: Iterable[Any], count: int, seconds: float) -> Iterator[Any]:

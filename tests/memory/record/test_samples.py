@@ -133,3 +133,37 @@ def test_samples_that_are_padded_fit_a_batch():
 def test_at_least_one_value_is_looked_at():
     assert list(within(range(5), 3, -1.0)) == [0]
     assert list(within(range(5), 3, 60.0)) == [0, 1, 2]
+
+
+def told(lengths, **options):
+    """The lengths of the batch of eight that is predicted with."""
+
+    def collate(samples):
+        return pad_sequence(samples, batch_first=True), torch.tensor([len(sample) for sample in samples])
+
+    found = look_at(DataLoader(Lengths(lengths), batch_size=8, collate_fn=collate, **options))
+    values, counts = found.tensors
+    assert values.shape == (8, max(lengths))
+    return counts.values.tolist()
+
+
+def test_the_lengths_of_a_batch_are_those_of_one_as_large_as_they_come():
+    lengths = [1 + index * 7 % 100 for index in range(400)]
+    sums = [sum(lengths[first : first + 8]) for first in range(0, 400, 8)]
+    assert max(sums) <= sum(told(lengths)) <= max(sums) + 10, "in order: one of its batches, with the longest sample"
+    order = torch.Generator().manual_seed(3)
+    drawn = [sum(lengths[index] for index in torch.randperm(400, generator=order)[:8]) for _ in range(100)]
+    assert max(drawn) <= sum(told(lengths, shuffle=True)) < 800
+
+
+@pytest.mark.parametrize(
+    ("lengths", "options"),
+    [
+        ([5] * 8 + [9, 7] * 50, {}),
+        ([9] * 50 + [7] * 50, {"shuffle": True}),
+        ([9, 8, 7, 6] * 25, {"sampler": range(100)}),
+    ],
+    ids=["a batch of one length", "perhaps one", "a sampler of another kind"],
+)
+def test_where_a_batch_may_be_of_one_length_all_are_as_long_as_the_longest(lengths, options):
+    assert told(lengths, **options) == [9] * 8

@@ -141,7 +141,7 @@ def test_sequences_that_differ_are_predicted_of_one_length_and_otherwise(lengths
 
     def data():
         samples = [torch.randn(lengths[number % 2], 32) for number in range(16)]
-        return {"train_dataloaders": DataLoader(samples, batch_size=4, collate_fn=padded)}
+        return {"train_dataloaders": DataLoader(samples, batch_size=4, sampler=range(16), collate_fn=padded)}
 
     def make():
         return Step(nn.LSTM(32, 64, batch_first=True), loss)
@@ -153,6 +153,25 @@ def test_sequences_that_differ_are_predicted_of_one_length_and_otherwise(lengths
         assert peak(first) > 1.2 * measured
         first = predict(make, data, Config(), otherwise=bounds[0])
     assert peak(first) == pytest.approx(measured, rel=0.05)
+
+
+@pytest.mark.parametrize("layer", [nn.LSTM, nn.GRU])
+def test_packed_sequences_hold_what_the_lengths_of_a_whole_batch_say(layer):
+    def loss(layer, batch):
+        values, counts = batch
+        packed_values = pack_padded_sequence(values, counts, batch_first=True, enforce_sorted=False)
+        return pad_packed_sequence(layer(packed_values)[0], batch_first=True)[0].square().mean()
+
+    def data():
+        samples = [torch.randn(5 + 7 * number % 40, 32) for number in range(32)]
+        return {"train_dataloaders": DataLoader(samples, batch_size=16, collate_fn=padded)}
+
+    def make():
+        return Step(layer(32, 64, batch_first=True), loss)
+
+    found = predict(make, data, Config())
+    assert not any("one length" in guess for guess in found.facts["guesses"])
+    assert peak(found) == pytest.approx(measure(make, data, Config()), rel=0.05)
 
 
 @pytest.mark.parametrize(("below", "most"), [(1600, 1.001), (2000, 1.25), (400, 5.0)])
