@@ -171,12 +171,26 @@ def _with_state(row: Row) -> Row:
     return {**row, "prediction": UNDER_WAY} if under_way else row
 
 
+class TrialRow(Row):
+    """A row: a dict of all its values, shown as the table shows it."""
+
+    def __repr__(self) -> str:
+        return as_text([self], self._more)
+
+    def _repr_html_(self) -> str:
+        return as_html([self], more=self._more)
+
+    @property
+    def _more(self) -> str:
+        return f"{len(self)} values by name, as row['samples_per_second']; dict(row) shows them"
+
+
 class Results(ResultRows[Row]):
     """Rows of trials: index or iterate them as dicts, choose among them, show them as a table, write them to a file."""
 
     def __init__(self, rows: Iterable[Row], where: str = "", note: str = "") -> None:
         """`where` is the folder they are from, `note` says what else is there."""
-        super().__init__(rows)
+        super().__init__(map(TrialRow, rows))
         self._where, self.note = where, note
 
     @property

@@ -45,6 +45,19 @@ def test_newest_comes_first_and_a_slice_is_still_results(tmp_path):
     assert [row["name"] for row in found[1:]] == ["first"]
 
 
+def test_one_row_is_a_dict_that_shows_itself_as_the_table_does(tmp_path):
+    make_run(tmp_path, end=COMPLETE)
+    found = results(tmp_path)
+    row = found[0]
+    assert isinstance(row, dict)
+    assert json.loads(json.dumps(row)) == json.loads(found.to_json())[0]
+    lines = repr(row).splitlines()
+    assert lines[:2] == repr(found).splitlines()[:2]
+    assert str(len(row)) in lines[-1]
+    assert "<table" in row._repr_html_()
+    assert repr(found.best()) == repr(row)
+
+
 def test_a_failed_run_keeps_its_cause_and_what_it_measured(tmp_path):
     make_run(tmp_path, steps=3, end={"state": "FAILED", "cause": "device_oom", "message": "out of memory at step 4"})
     found = results(tmp_path)
