@@ -19,7 +19,7 @@ from typing import Any
 import ipywidgets
 
 from kit.config import Config, FieldInfo, thaw
-from kit.errors import ConfigError, Problem
+from kit.errors import ConfigError, Problem, did_you_mean
 from kit.widgets.controls import kind_of, label, make_control, read_control, show, write_control
 from kit.widgets.parts import (
     ERROR,
@@ -87,6 +87,7 @@ class ConfigForm:
             placeholder="find a setting", tooltip="words of its name or of what it is for",
             layout={"width": "auto", "margin": "0 26px 2px 0"}, _dom_classes=("kit-search",),
         )  # fmt: skip
+        self._nothing_found = line("", display="none")
         self._hints: dict[str, dict[str, str]] = {}
         self._values: dict[str, tuple[Any, Any]] = {}
         self._listeners: list[Callable[[Config], object]] = []
@@ -329,7 +330,7 @@ class ConfigForm:
             paths = [info.path for info in self._fields.values() if _section(info) == title]
             first = _paths(title, shown.get(title, ()))
             self._groups.append(_Group(title, paths, first, self.row, self._layout, opened=title in shown))
-        box = self._box([self.search, *(group.ui for group in self._groups)])
+        box = self._box([self.search, self._nothing_found, *(group.ui for group in self._groups)])
         tipped = [info for info in self._fields.values() if kind_of(info) in TIPPED]
         box.later_tooltips = {tip_class(info.help): info.help for info in tipped}
         return box
@@ -346,6 +347,9 @@ class ConfigForm:
         if words:
             texts = {path: f"{path} {label(info)} {info.help}".lower() for path, info in self._fields.items()}
             found = {path for path, text in texts.items() if all(word in text for word in words)}
+        close = did_you_mean("_".join(words), (info.name for info in self._fields.values()), otherwise="")
+        nothing = f"no setting has {' and '.join(map(repr, words))} in its name or description{close}"
+        put(self._nothing_found, note_html(nothing, role="status") if found == set() else "")
         for group in self._groups:
             group.show(found)
 

@@ -229,10 +229,14 @@ def test_the_settings_most_changed_are_in_sight_and_a_search_finds_the_others(fo
     form.search.value = "latency"
     assert "chunking.latency_seconds" in shown_in(form)
     assert "loader.batch_size" not in shown_in(form)
-    form.search.value = "no such words"
+    form.search.value = "batchsize"
     assert shown_in(form) == set()
+    said = form.ui.children[1]
+    assert "batch_size" in said.value
+    assert said.layout.display != "none"
     form.search.value = ""
     assert shown_in(form) == first
+    assert said.layout.display == "none"
 
 
 def test_groups_fold_and_unfold_and_count_their_changes(form):
