@@ -4,8 +4,9 @@ from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from kit.errors import ConfigError
-from kit.memory.record import batches
-from kit.memory.record.batches import FIRST_SAMPLES, largest_samples, look_at, look_for_real, within
+from kit.memory.record import samples
+from kit.memory.record.batches import look_at, look_for_real
+from kit.memory.record.samples import FIRST_SAMPLES, largest_samples, within
 
 
 class Lengths(Dataset):
@@ -28,7 +29,7 @@ class Stream(IterableDataset):
 
 
 def test_samples_of_one_size_that_come_slowly_are_looked_at_a_few_times(monkeypatch):
-    monkeypatch.setattr(batches, "_QUICK_SECONDS", 0.0)
+    monkeypatch.setattr(samples, "_QUICK_SECONDS", 0.0)
     data = Lengths([7] * 10_000)
     found = largest_samples(DataLoader(data))
     assert [len(sample) for sample in found.candidates] == [7]
@@ -86,7 +87,7 @@ def test_a_note_says_how_large_a_batch_is_on_average(batch_size, collate, share)
 
 
 def test_a_scan_ends_with_its_time(monkeypatch):
-    monkeypatch.setattr(batches, "SCAN_SECONDS", 0.0)
+    monkeypatch.setattr(samples, "SCAN_SECONDS", 0.0)
     data = Lengths([index % 7 for index in range(10_000)])
     found = largest_samples(DataLoader(data))
     assert data.asked == FIRST_SAMPLES + 1
