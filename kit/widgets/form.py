@@ -349,7 +349,7 @@ class ConfigForm:
             found = {path for path, text in texts.items() if all(word in text for word in words)}
         close = did_you_mean("_".join(words), (info.name for info in self._fields.values()), otherwise="")
         nothing = f"no setting has {' and '.join(map(repr, words))} in its name or description{close}"
-        put(self._nothing_found, note_html(nothing, role="status") if found == set() else "")
+        put(self._nothing_found, note_html(nothing, margin="2px 0", role="status") if found == set() else "")
         for group in self._groups:
             group.show(found)
 

@@ -294,6 +294,10 @@ def card_html(card: OverviewCard) -> str:
     )
 
 
+_FOUR_OR_TWO = "repeat(auto-fit, minmax(min(100%, max(190px, min(calc(50% - 10px), calc((820px - 100%) * 999)))), 1fr))"
+"""Columns: never three and one."""
+
+
 class Overview:
     """The four cards in a row, two by two on a narrow page."""
 
@@ -301,7 +305,7 @@ class Overview:
         self.cards: dict[str, OverviewCard] = {}
         self.places = {name: line() for name in ("memory", "speed", "data", "run")}
         layout = {
-            "grid_template_columns": "repeat(auto-fit, minmax(min(190px, 100%), 1fr))", "grid_gap": "4px 20px",
+            "grid_template_columns": _FOUR_OR_TWO, "grid_gap": "4px 20px",
             "margin": "0 0 6px", "padding": "6px 0", "width": "100%",
             "border_top": "1px solid var(--jp-border-color2, #ddd)",
             "border_bottom": "1px solid var(--jp-border-color2, #ddd)",

@@ -39,6 +39,16 @@ class _Button(ipywidgets.Button):  # type: ignore[misc]
     style = None
 
 
+_ANSWERS_PIXELS, _GAP_PIXELS = 480, 28
+_NARROW_STYLE = f"""<style>
+.kit-columns {{ container-type: inline-size }}
+@container (max-width: {int(WIDTH.removesuffix("px")) + _ANSWERS_PIXELS + _GAP_PIXELS - 1}px) {{
+  .kit-columns > .kit-settings.widget-box {{ max-height: 24em; overflow-y: auto }}
+}}
+</style>"""
+"""Where two columns do not fit beside each other."""
+
+
 def line(text: str = "", **layout: str) -> Any:
     """A place for HTML, as wide as its column."""
     return _Html(text, layout={"margin": "0", "width": "100%", **layout})
@@ -116,11 +126,14 @@ def row(*parts: Any, gap: str = "12px") -> Any:
 
 
 def two_columns(left: Any, right: Sequence[Any]) -> Any:
-    """Settings beside what they come to, or above it on a narrow page."""
+    """Settings beside what they come to, or above it on a narrow page, where long ones scroll: both stay in sight."""
     left.layout.flex, left.layout.min_width = f"1 1 {WIDTH}", "0"
-    answers = ipywidgets.VBox(right, layout={"flex": "100 1 480px", "min_width": "0"})
-    layout = {"flex_flow": "row wrap", "align_items": "flex-start", "grid_gap": "8px 28px"}
-    return ipywidgets.HBox([left, answers], layout=layout)
+    left.add_class("kit-settings")
+    answers = ipywidgets.VBox(right, layout={"flex": f"100 1 {_ANSWERS_PIXELS}px", "min_width": "0"})
+    layout = {"flex_flow": "row wrap", "align_items": "flex-start", "grid_gap": f"8px {_GAP_PIXELS}px"}
+    return ipywidgets.HBox(
+        [left, answers, line(_NARROW_STYLE, display="none")], layout=layout, _dom_classes=("kit-columns",)
+    )
 
 
 def heading_html(text: str, note: str = "") -> str:
