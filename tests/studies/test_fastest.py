@@ -267,3 +267,40 @@ def test_a_search_that_ran_out_of_time_says_so(given, monkeypatch):
     plan = planned(given, 1 << 40, timeout_seconds=400)
     assert not plan.in_time
     assert "timeout_seconds" in str(plan)
+
+
+class OneIsAnother(LightningModule):
+    """A step that runs an operator more with several samples."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(16, 16)
+
+    def training_step(self, batch, batch_idx):
+        made = self.layer(batch)
+        return (made * 2).mean() if len(batch) > 1 else made.mean()
+
+    def configure_optimizers(self):
+        return torch.optim.AdamW(self.parameters())
+
+
+def test_one_sample_a_batch_is_planned_with_what_it_runs():
+    config = Config.make({"loader": {"batch_size": 1}, "levers": {"accumulate_grad_batches": 4}})
+    keep = ("hardware.precision", "levers.optimizer")
+    loader = functools.partial(RandomData, Field(shape=(16,)), 1)
+    plan = recommend(config, "A100-40GB", OneIsAnother, loader, objective="speed", confirm=False, keep=keep)
+    sizes = {point.changes.get("loader.batch_size", 1) for point in plan.points}
+    assert plan.chosen is not None
+    assert sizes & {2, 4}
+    assert not any("operators" in reason for reason in plan.reasons)
+
+
+def test_a_point_within_the_budget_that_may_run_out_is_told_apart():
+    point = functools.partial(fastest.SpeedPoint, changes={}, needs_bytes=90, samples_per_second=1.0)
+    chosen = point(name="slow", step_seconds=2.0, fits=True)
+    for is_tight, word in ((True, "fragmented"), (False, "confirmed")):
+        faster = point(name="fast", step_seconds=1.0, fits=False, is_tight=is_tight)
+        notes = []
+        search = SimpleNamespace(budget_bytes=100, _note=notes.append)
+        fastest.Fastest._note_next(search, chosen, [faster, chosen])
+        assert word in notes[0]

@@ -80,6 +80,8 @@ class SpeedPoint:
     fits: bool
     checkpointed: int = 0
     """Blocks that are."""
+    is_tight: bool = False
+    """Whether it is within the budget, and yet may run out: by fragmentation, or by more than was measured before."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
@@ -132,7 +134,8 @@ class SpeedPlan(Recommended, Drawable):
 
     def _table(self) -> tuple[Sequence[str], list[list[str]], int | None]:
         rows = [
-            [point.name, format_bytes(point.needs_bytes), f"{point.needs_bytes / self.budget_bytes:.0%}",
+            [point.name, format_bytes(point.needs_bytes),
+             f"{point.needs_bytes / self.budget_bytes:.0%}{', tight' if point.is_tight else ''}",
              format_seconds(point.step_seconds), format_count(point.samples_per_second)]
             for point in self._shown
         ]  # fmt: skip
@@ -488,7 +491,7 @@ class Fastest:
             name=_name(changes) or "as configured", changes=changes, needs_bytes=needs,
             step_seconds=speed.step_seconds, samples_per_second=self._global_batch / speed.step_seconds,
             fits=estimate.may_fit and needs <= self.budget_bytes,
-            checkpointed=checkpointed,
+            checkpointed=checkpointed, is_tight=estimate.verdict == "tight" and needs <= self.budget_bytes,
         )  # fmt: skip
 
     def _recorded(self, families: Sequence[_Family], accumulate: int | None = None) -> list[_Recorded | KitError]:
@@ -513,11 +516,24 @@ class Fastest:
                 self._models[key] = PlanError("there was no time left to dry-run it")
         elif requests:
             for (key, query, target), found in zip(keys, record_all(requests, left_seconds), strict=True):
-                self._models[key] = found if isinstance(found, KitError) else _recorded(query, target, *found)
+                self._models[key] = found if isinstance(found, KitError) else self._of_two(query, target, *found)
                 self._too_late |= isinstance(found, UnansweredError)
                 if not isinstance(found, KitError) and (self._costs is None or self._device.device_kind == "cpu"):
                     self._costs = self._priced(found[0])
         return [self._models[tuple(family.changes.items()), repeated] for family in families]
+
+    def _of_two(
+        self, query: MemoryQuery, target: DeviceTarget, first: Recording, second: Recording
+    ) -> _Recorded | KitError:
+        if unknown := first.facts.get("unknown"):
+            return PlanError(f"activations are not known: {unknown}")
+        scaling = _scaling(first, second)
+        if isinstance(scaling, KitError) and first.batch_size == 1:
+            # A batch of one has dimensions of one, of which torch runs fewer operators than of any other.
+            left_seconds = max(1.0, self._deadline - time.monotonic())
+            (third,) = record_all([RecordingRequest(query, (second.batch_size + 1,))], left_seconds)
+            scaling = third if isinstance(third, KitError) else _scaling(second, third[0])
+        return _Recorded(query, target, first, scaling)
 
     # -- the answer
 
@@ -579,8 +595,12 @@ class Fastest:
         faster = [point for point in points if not point.fits and point.step_seconds < chosen.step_seconds]
         if faster:
             near = min(faster, key=lambda point: point.needs_bytes)
-            lacks = format_bytes(max(0, near.needs_bytes - self.budget_bytes))
-            self._note(f"the next faster setting that was looked at, {near.name}, needs {lacks} more than there is")
+            lacks_bytes = near.needs_bytes - self.budget_bytes
+            why = (
+                f"needs {format_bytes(lacks_bytes)} more than there is" if lacks_bytes > 0 else "could not be confirmed"
+            )
+            why = "may run out where memory is fragmented" if near.is_tight else why
+            self._note(f"the next faster setting that was looked at, {near.name}, {why}")
 
     def _refusal(self, points: Sequence[SpeedPoint]) -> str:
         if not points:
@@ -612,12 +632,12 @@ class Fastest:
 
 @dataclass(frozen=True, slots=True)
 class _Recorded:
-    """A family at two batch sizes."""
+    """A family at its own batch size, and what follows for others, or why nothing does."""
 
     query: MemoryQuery
     target: DeviceTarget
     first: Recording
-    scaling: BatchScaling
+    scaling: BatchScaling | KitError
 
     @property
     def batch_size(self) -> int:
@@ -629,15 +649,18 @@ class _Recorded:
         return dict(self.first.facts.get("blocks", {}))
 
     def at(self, batch: int, accumulate: int) -> Recording:
-        recording = self.scaling.at(batch)
+        if batch == self.batch_size:
+            recording = self.first
+        elif isinstance(self.scaling, KitError):
+            raise self.scaling
+        else:
+            recording = self.scaling.at(batch)
         return replace(recording, facts={**recording.facts, "accumulate_grad_batches": accumulate})
 
 
-def _recorded(query: MemoryQuery, target: DeviceTarget, first: Recording, second: Recording) -> _Recorded | KitError:
-    if unknown := first.facts.get("unknown"):
-        return PlanError(f"activations are not known: {unknown}")
+def _scaling(first: Recording, second: Recording) -> BatchScaling | KitError:
     try:
-        return _Recorded(query, target, first, BatchScaling(first, second))
+        return BatchScaling(first, second)
     except KitError as error:
         return error
 
