@@ -39,6 +39,9 @@ class Compared:
     measured_reserved_bytes: int | None
     outside_bytes: int | None
     """Measured outside the allocator."""
+    module: str
+    """The name of its class."""
+    strategy: str
     complete: bool
     """False when the prediction lacks the activations."""
 
@@ -69,28 +72,28 @@ class Residual:
     worst_ratio: float
     """The ratio furthest from 1."""
     highest_ratio: float
-    highest_run: str
     outside_bytes: tuple[int, int] | None
     """(lowest, highest) measured outside the allocator; None where it could not be measured."""
+    highest: tuple[tuple[str, str, float, str], ...]
+    """As `Residuals` has it."""
 
     @classmethod
     def of(cls, runs: Sequence[Compared]) -> Residual:
-        known = [(run.ratio, run.run) for run in runs if run.ratio is not None]
+        known = [(run.ratio, run) for run in runs if run.ratio is not None]
         ratios = [found for found, _ in known]
+        highest = {(run.module, run.strategy): (found, run.run) for found, run in sorted(known, key=lambda one: one[0])}
         outside = [run.outside_bytes for run in runs if run.outside_bytes is not None]
         return cls(
             machine=runs[0].machine, device=runs[0].device, count=len(ratios), median_ratio=statistics.median(ratios),
             worst_ratio=max(ratios, key=lambda found: abs(found - 1)), highest_ratio=max(ratios),
-            highest_run=max(known)[1], outside_bytes=(min(outside), max(outside)) if outside else None,
+            outside_bytes=(min(outside), max(outside)) if outside else None,
+            highest=tuple((*alike, *found) for alike, found in highest.items()),
         )  # fmt: skip
 
     @property
     def for_estimates(self) -> Residuals:
         """What an estimate takes from it."""
-        return Residuals(
-            count=self.count, outside_bytes=self.outside_bytes, highest_ratio=self.highest_ratio,
-            highest_run=self.highest_run,
-        )  # fmt: skip
+        return Residuals(count=self.count, outside_bytes=self.outside_bytes, highest=self.highest)
 
 
 class ResidualTable(ResultRows[Residual]):
@@ -185,6 +188,8 @@ def _compared(paths: RunPaths, state: tuple[tuple[int, int], ...]) -> Compared |
         measured_allocated_bytes=_largest(measured, "device_allocated_bytes"),
         measured_reserved_bytes=_largest(measured, "device_reserved_bytes"),
         outside_bytes=_largest(measured, "outside_bytes"),
+        module=str(started.get("module") or "").rpartition(":")[2],
+        strategy=str(predicted.get("strategy", "none")),
         complete=bool(predicted.get("complete", False)),
     )
 

@@ -51,9 +51,21 @@ def test_only_this_machine_and_this_device_count_for_its_predictions(tmp_path):
     make_run(tmp_path, host="elsewhere", measured=(4 * GIB,))
     make_run(tmp_path, measured=(int(2.5 * GIB),))
     learned = residuals_here(tmp_path, "CPU")
-    assert learned == Residuals(count=1, outside_bytes=None, highest_ratio=1.25)
-    assert (tmp_path / learned.highest_run).is_dir()
+    assert learned.count == 1
+    ((_, strategy, ratio, run),) = learned.highest
+    assert (strategy, ratio) == ("none", 1.25)
+    assert (tmp_path / run).is_dir()
     assert residuals_here(tmp_path, "NVIDIA L4") is None
+
+
+def test_what_one_module_was_off_by_is_its_own():
+    """Of others that are shared out alike, the median counts."""
+    found = Residuals(count=4, highest=[("T5", "ddp", 1.14, "a"), ("GPT", "ddp", 1.0, "b"), ("GPT", "none", 1.02, "c")])
+    assert found.highest_for("T5", "ddp")[0] == 1.14
+    assert "a" in found.highest_for("T5", "ddp")[1].split()
+    assert found.highest_for("Other", "ddp")[0] == 1.0
+    assert found.highest_for("T5", "none")[0] == 1.02
+    assert found.highest_for("T5", "fsdp")[0] == 1.0
 
 
 def test_the_rank_that_needed_most_is_compared(tmp_path):

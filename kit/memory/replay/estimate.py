@@ -21,7 +21,8 @@ convolution is named where it would not find room, and never turns a verdict.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import statistics
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any, Literal, get_args
@@ -68,10 +69,21 @@ class Residuals:
     """Runs measured."""
     outside_bytes: tuple[int, int] | None = None
     """(lowest, highest) measured outside the allocator; None where it could not be measured."""
-    highest_ratio: float = 1.0
-    """The largest measured / predicted allocated bytes."""
-    highest_run: str = field(default="", compare=False)
-    """Whose that was."""
+    highest: Sequence[tuple[str, str, float, str]] = ()
+    """(class of the module, strategy, the largest measured / predicted allocated bytes, the run of that)."""
+
+    def highest_for(self, module: str, strategy: str) -> tuple[float, str]:
+        """(ratio, whose peak that is): of the module's own runs, else the median of other modules'.
+
+        What one module was off by says little about another, and less about one that is shared otherwise.
+        """
+        alike = [(name, ratio, run) for name, kind, ratio, run in self.highest if kind == strategy]
+        for name, ratio, run in alike:
+            if name == module:
+                return ratio, f"the measured peak of {run}"
+        if not alike:
+            return 1.0, ""
+        return statistics.median_low(ratio for _, ratio, _ in alike), "the measured peak of other modules here"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
@@ -295,13 +307,15 @@ def outside_bytes(
         low, high = low + groups * _COMMUNICATOR_BYTES[0], high + groups * _COMMUNICATOR_BYTES[1]
         why = f" for CUDA's context and kernels{' and NCCL' if groups else ''}, by rule and not measured here"
     reasons.append(f"{format_bytes(low)} to {format_bytes(high)} outside the allocator{why}")
-    if residuals is not None and residuals.highest_ratio > 1:
-        above = residuals.highest_ratio - 1
+    ratio, whose = 1.0, ""
+    if residuals is not None:
+        facts = recording.facts
+        ratio, whose = residuals.highest_for(str(facts.get("module", "")), str(facts.get("strategy", "none")))
+    if (above := ratio - 1) > 0:
         margin = round(above * allocated_bytes)
         high += margin
         more = f"{above:.1%}" if above >= 0.001 else "less than 0.1%"
-        whose = f"the measured peak of {residuals.highest_run}" if residuals.highest_run else "a measured peak"
-        reasons.append(f"{format_bytes(margin)} are added: {whose} was {more} above its prediction")
+        reasons.append(f"{format_bytes(margin)} are added to that: {whose} was {more} above its prediction")
     return (low, high), reasons
 
 
@@ -367,7 +381,8 @@ def _judge(
             return "fits", f"{reserved} reserved and {format_bytes(high)} outside the allocator are within {target}"
         return "tight", f"{reserved} reserved are within {target} only if fragmentation takes no more: {short}"
     if played.peak_reserved_bytes + low <= target.capacity_bytes:
-        return "tight", f"{reserved} reserved are within {target} only if little is held outside the allocator"
+        outside_words = f"less than the {format_bytes(high)} that may be held outside the allocator"
+        return "tight", f"{reserved} reserved are within {target} only with {outside_words}"
     limit = max(0, target.capacity_bytes - low)
     limited = replay(recording, capacity_bytes=limit)
     way_out = ""

@@ -252,14 +252,17 @@ def test_what_may_be_low_is_told_beside_the_bytes():
 
 
 def test_an_error_seen_in_measurements_widens_the_high_end():
+    def above(ratio):
+        return Residuals(count=3, highest=[("Other", "none", ratio, "run")])
+
     recording = training_recording()
     allocated = replay(recording).peak_allocated_bytes
-    answer = estimate(recording, device(GIB, (100, 200)), residuals=Residuals(count=3, highest_ratio=1.1))
+    answer = estimate(recording, device(GIB, (100, 200)), residuals=above(1.1))
     assert answer.outside_bytes == (100, 200 + round(0.1 * allocated))
     assert any("10.0% above its prediction" in reason for reason in answer.reasons)
-    hardly = estimate(recording, device(GIB, (100, 200)), residuals=Residuals(count=3, highest_ratio=1.0001))
+    hardly = estimate(recording, device(GIB, (100, 200)), residuals=above(1.0001))
     assert any("less than 0.1% above its prediction" in reason for reason in hardly.reasons)
-    below = estimate(recording, device(GIB, (100, 200)), residuals=Residuals(count=3, highest_ratio=0.9))
+    below = estimate(recording, device(GIB, (100, 200)), residuals=above(0.9))
     assert below.outside_bytes == (100, 200)
 
 
