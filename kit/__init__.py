@@ -124,7 +124,7 @@ register({
     "fit.host": "kit.studies.diagnosis.host:HostWatch",
     "fit.profile": "kit.studies.profiling.profilers:beside",
     "trial.row": "kit.records.row:keep_row",
-    "score.page": "kit.report.handed_in:score_page",
+    "score.page": "kit.report.page:score_page",
     "trial.speed": "kit.speed.prediction:leave_speed",
     "trial.memory_report": "kit.report.out_of_memory:memory_report",
     "trial.display": "kit.widgets.trial_view:display",

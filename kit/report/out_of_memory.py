@@ -8,7 +8,6 @@ became of module and data since.
 
 from __future__ import annotations
 
-import datetime
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -35,7 +34,6 @@ from kit.studies.scaling.recommend import recommend
 from kit.tables import MISSING, html_list, html_table
 from kit.trial.directory import contents_to_run
 from kit.trial.payload import unpack
-from kit.trial.submit import versions
 from kit.trial.trial import Trial
 from kit.units import format_bytes
 
@@ -81,7 +79,6 @@ def memory_report(trial: Trial, snapshot: Path, file: Path, timeout_seconds: flo
         TrialError: when the snapshot cannot be read.
     """
     held = _held(trial, load_snapshot(snapshot), timeout_seconds)
-    when = datetime.datetime.now().astimezone().isoformat(sep=" ", timespec="minutes")
     sections = {
         "What happened": html_list(_happened(held)),
         "Held and predicted": _held_chart(held) + _held_table(held),
@@ -91,8 +88,8 @@ def memory_report(trial: Trial, snapshot: Path, file: Path, timeout_seconds: flo
             "pytorch.org/memory_viz opens it too"
         ]),
     }  # fmt: skip
-    about = f"Trial {escape(trial.name)}. Written {when} by kit {versions().get('kit', '')}."
-    return write_whole(file, html_page(f"Out of memory: {escape(trial.config.name)}", about, sections))
+    page = html_page(f"Out of memory: {escape(trial.config.name)}", f"Trial {escape(trial.name)}.", sections)
+    return write_whole(file, page)
 
 
 def _held(trial: Trial, memory: DeviceMemory, timeout_seconds: float | None) -> _Held:
