@@ -18,7 +18,6 @@ from typing import Any
 from kit.charts import style as look
 from kit.config import Config
 from kit.errors import TrialError
-from kit.json_text import write_whole
 from kit.machine.machine import hardware
 from kit.memory.prediction import predict_memory
 from kit.memory.query import find_target_device
@@ -28,7 +27,7 @@ from kit.memory.replay.estimate import MemoryEstimate, clock_of
 from kit.memory.replay.replay import replay as play
 from kit.memory.replay.replay import with_cublas_workspaces
 from kit.memory.replay.snapshot import NO_LINE, DeviceMemory, load_snapshot, moment_of, predicted_holdings
-from kit.report.page import counted, figure_html, html_page
+from kit.report.page import counted, figure_html, html_page, write_page
 from kit.studies.scaling.escalation import Recommendation, RunTarget
 from kit.studies.scaling.recommend import recommend
 from kit.tables import MISSING, html_list, html_table
@@ -77,6 +76,7 @@ def memory_report(trial: Trial, snapshot: Path, file: Path, timeout_seconds: flo
 
     Raises:
         TrialError: when the snapshot cannot be read.
+        ConfigError: when the page cannot be written.
     """
     held = _held(trial, load_snapshot(snapshot), timeout_seconds)
     sections = {
@@ -89,7 +89,7 @@ def memory_report(trial: Trial, snapshot: Path, file: Path, timeout_seconds: flo
         ]),
     }  # fmt: skip
     page = html_page(f"Out of memory: {escape(trial.config.name)}", f"Trial {escape(trial.name)}.", sections)
-    return write_whole(file, page)
+    return write_page(file, page)
 
 
 def _held(trial: Trial, memory: DeviceMemory, timeout_seconds: float | None) -> _Held:

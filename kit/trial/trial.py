@@ -408,6 +408,7 @@ class Trial(Drawable):
 
         Raises:
             TrialError: when no rank left a snapshot.
+            ConfigError: when the page cannot be written.
         """
         file = self.run_directory / "memory_report.html" if path is None else Path(path).expanduser()
         name = self._failed("memory_snapshot")
