@@ -282,9 +282,7 @@ class DeviceLimit(Callback):
             self._counting.enter_context(_Counting(self))
 
     @override
-    def on_train_batch_end(
-        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
-    ) -> None:
+    def on_train_batch_end(self, *_: Any) -> None:
         self._counting.close()
 
     @override

@@ -139,9 +139,7 @@ class _TrialEnd(Callback):
             trainer.last_as_long()
 
     @override
-    def on_train_batch_end(
-        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
-    ) -> None:
+    def on_train_batch_end(self, trainer: Trainer, *_: Any) -> None:
         if isinstance(trainer, TrialTrainer) and trainer.global_step >= trainer.trial_steps:
             loop = trainer.fit_loop
             loop.min_epochs, loop.epoch_loop.min_steps = None, None  # those of the real training hold nothing up here

@@ -292,9 +292,7 @@ class LeversUsed(Callback):
         self._written = False
 
     @override
-    def on_train_batch_end(
-        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
-    ) -> None:
+    def on_train_batch_end(self, trainer: Trainer, *_: Any) -> None:
         if self._written:
             return
         self._written = True
