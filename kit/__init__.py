@@ -170,10 +170,7 @@ _RENAMED = {
 """Names of kit 0.1 that live in a package below now."""
 _DRAWN = dict(path.split(":")[::-1] for path in _FIGURES.values())
 """Functions of kit 0.1 that draw a result, which does so itself now, and their modules."""
-_NOT_PUBLIC = {
-    "Profile": "kit.studies.profiling.profile",
-    "TraceViewer": "kit.studies.profiling.viewer",
-}
+_NOT_PUBLIC = {"Profile": "kit.studies.profiling.profile", "TraceViewer": "kit.studies.profiling.viewer"}
 
 BESIDE_DATASETS = {
     "Corpus": "datasets/topics/topics.py",

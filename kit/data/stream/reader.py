@@ -326,11 +326,7 @@ def _part_read(batch: JobGroup[Arrays], coming: int) -> float:
 
 
 def _forget_unmatched(
-    known: NDArray[np.bool_],
-    offsets: NDArray[np.int64],
-    axis: int,
-    values: NDArray[Any],
-    valid: NDArray[np.bool_],
+    known: NDArray[np.bool_], offsets: NDArray[np.int64], axis: int, values: NDArray[Any], valid: NDArray[np.bool_]
 ) -> None:
     """Make missing, in `(sample, *dims)`, what has no match along a dimension."""
     places = offsets[:, None] + np.arange(valid.shape[1 + axis])
