@@ -165,7 +165,7 @@ def _measured(trial: Trial) -> Row:
     """What was measured in the trial, and what was predicted for it."""
     trace = trace_of([*trial.events, *trial.steps], trial.config)
     memory, throughput = trace.memory(), trace.throughput()
-    counts = [event.get("counters") or {} for event in trial.events if event["kind"] == "fit_ended"]
+    counts = trial.counters
     read = {name: sum(count.get(name, 0) for count in counts) for name in {name for count in counts for name in count}}
     predicted, samples = trial.environment.get("predicted") or {}, read.get("samples")
     asked_for = read.get("samples_read") or samples  # an older trial has not counted parts of batches
