@@ -10,12 +10,9 @@ It is built only when its query has come to its end. `ChunkBudget` bounds its me
 `ORDER_BYTES` a row for their order, and a copy of the rows that this rank serves; the first two go when the third is
 made.
 
-`EventPlan` says which batch of which rank each entity belongs to. Pure numpy; only the number of entities of each query
-chunk is kept. An epoch goes through the query chunks in an order drawn from (seed, epoch), and through the entities of
-each in one drawn from (seed, epoch, query chunk). A step's global batch is a run of consecutive places in it, cut into
-one run per rank. So every entity comes exactly once per epoch over all ranks, every rank takes the same number of steps
-and none an empty batch, and 1 rank × 2B sees the same global batches as 2 ranks × B. A remainder smaller than the world
-size joins the last batch.
+`EventPlan` says which batch of which rank each entity belongs to; the invariant is that of `kit.data.samples`. Pure
+numpy; only the number of entities of each query chunk is kept. An epoch goes through the query chunks in an order drawn
+from (seed, epoch), and through the entities of each in one drawn from (seed, epoch, query chunk).
 
 `QueryModel` predicts the memory by the number of query chunks. One is in memory at a time; the largest has more rows
 than the mean one, because entities are whole:
