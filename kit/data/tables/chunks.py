@@ -54,13 +54,14 @@ import threading
 from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
-from statistics import NormalDist, fmean
+from statistics import fmean
 from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 from numpy.typing import NDArray
 from typing_extensions import override
 
+from kit.chunks.requests import largest_normal
 from kit.data.epochs import segments_after
 from kit.data.places import generator_of
 from kit.data.samples import EpochPlan
@@ -508,8 +509,8 @@ class QueryModel:
         if self.listed_entities:
             return min(self.rows, math.ceil(max(mean, biggest)))
         spread = math.sqrt(max(self.squares, self.rows) * (1 - 1 / count) / count)
-        highest = NormalDist().inv_cdf((count - 0.375) / (count + 0.25))
-        return min(self.rows, math.ceil(max(mean + highest * spread, biggest + (self.rows - biggest) / count)))
+        highest = mean + largest_normal(count) * spread
+        return min(self.rows, math.ceil(max(highest, biggest + (self.rows - biggest) / count)))
 
     def client_bytes(self, count: int) -> int:
         """What the reader's process needs at its highest, on top of its libraries."""
