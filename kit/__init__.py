@@ -94,7 +94,7 @@ _FIGURES = {
     "figure.QueryCheck": "kit.charts.rows:query_figure",
     "figure.Split": "kit.charts.maps:split_figure",
     "figure.SequenceCheck": "kit.charts.compare:sequence_figure",
-    "figure.Score": "kit.charts.course:score_figure",
+    "figure.Score": "kit.charts.compare:score_figure",
     "breakdown.SpeedEstimate": "kit.charts.speed:breakdown_html",
     "figure.SpeedEstimate": "kit.charts.speed:speed_figure",
     "figure.SpeedEstimate.lines": "kit.charts.speed:lines_figure",

@@ -29,7 +29,7 @@ from urllib.parse import quote
 
 from kit.arguments import checks_arguments
 from kit.charts import style as look
-from kit.charts.course import score_figure
+from kit.charts.compare import score_figure
 from kit.config import Config
 from kit.course.guesses import COLUMNS, Score
 from kit.errors import ConfigError, KitError, Problem, TrialError
