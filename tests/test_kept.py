@@ -89,6 +89,10 @@ def test_a_committed_file(kept):
         assert load_target(f"{module}:{name}") is not None
 
 
+def test_a_callback_where_it_stood_before():
+    assert load_target("kit.train.callbacks:DeviceLimit") is kit.train.DeviceLimit
+
+
 def class_paths(node):
     """All `class_path` of a tree."""
     if isinstance(node, dict):

@@ -36,8 +36,9 @@ from kit.data.rows.loader import RowData
 from kit.errors import ConfigError, Problem, first_line, warn_caller
 from kit.registry import load
 from kit.targets import load_target
-from kit.train.callbacks import DeviceLimit, UnusedParameters
+from kit.train.callbacks import UnusedParameters
 from kit.train.choices import monitor_entries
+from kit.train.device_limit import DeviceLimit
 from kit.train.levers import GradientCheckpointing, instantiate
 from kit.train.made import GivenData, ModuleData, loader_of, no_module, pair_of
 from kit.train.rendezvous import open_store

@@ -55,7 +55,7 @@ from kit.machine.gpus import read_joules
 from kit.machine.processes import MOST_SLOWNESS, cpu_seconds, scheduled_seconds
 from kit.memory.record.truth import AllocatorTrace
 from kit.memory.replay.snapshot import MOST_BYTES, batch_words, read_snapshot, save_snapshot
-from kit.train.callbacks import DeviceLimit
+from kit.train.device_limit import DeviceLimit
 from kit.trial.context import Context
 from kit.trial.recorder import StepClock, samples_of
 from kit.trial.verdict import describe, is_library, is_out_of_memory
