@@ -56,7 +56,7 @@ READ = (
     "requests", "retries", "bytes_read", "cache_hits", "cache_misses", "read_cache_hits", "read_cache_misses",
     "chunks_decoded", "chunks_filled",
 )  # fmt: skip
-"""What the loaders of all ranks read, by the names of `kit.data.stores.transfer`; `chunks_filled` were not in the
+"""What the loaders of all ranks read, by the names of `kit.data.stores.counters`; `chunks_filled` were not in the
 store.
 """
 HARDWARE = ("device", "device_memory_bytes", "cpu", "cores", "host_memory_bytes", "host", "platform")

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from kit.config import Config
-from kit.data.stores.transfer import CHUNKS, absent_chunks
+from kit.data.stores.counters import CHUNKS, absent_chunks
 from kit.errors import ConfigError
 from kit.events import Event
 from kit.trial.payload import BatchRule

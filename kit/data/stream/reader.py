@@ -21,8 +21,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kit.chunks.requests import LOCAL_GAP_BYTES, Coalescing
+from kit.data.stores.counters import Counters
 from kit.data.stores.http import HttpClient
-from kit.data.stores.transfer import Counters
 from kit.data.stores.url import redact, run_sync
 from kit.data.stream.cached import CachedRequests, ObjectNames
 from kit.data.stream.chunk_cache import BatchPart, Chunk, ChunkRequest
