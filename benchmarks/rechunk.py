@@ -217,9 +217,9 @@ def rechunking(source: str) -> tuple[list[dict[str, Any]], dict[str, str]]:
 
 def cache_hits(folder: Path, count: int = 400, size: int = 1 << 16) -> list[dict[str, Any]]:
     """Reads per second of entries and of plain files, in turns."""
+    from kit.data.stores.counters import Counters
     from kit.data.stores.disk_cache import WHOLE, MemoryCache, SharedFolder
     from kit.data.stores.local import Folder
-    from kit.data.stores.transfer import Counters
 
     values = np.random.default_rng(0).integers(0, 256, (count, size), dtype=np.uint8)
     shared, memory = SharedFolder(folder / "cache", 2 * values.nbytes, "lru"), MemoryCache(2 * values.nbytes, "lru")

@@ -94,7 +94,7 @@ _FIGURES = {
     "figure.QueryCheck": "kit.charts.rows:query_figure",
     "figure.Split": "kit.charts.maps:split_figure",
     "figure.SequenceCheck": "kit.charts.compare:sequence_figure",
-    "figure.Score": "kit.charts.course:score_figure",
+    "figure.Score": "kit.charts.compare:score_figure",
     "breakdown.SpeedEstimate": "kit.charts.speed:breakdown_html",
     "figure.SpeedEstimate": "kit.charts.speed:speed_figure",
     "figure.SpeedEstimate.lines": "kit.charts.speed:lines_figure",
@@ -124,7 +124,7 @@ register({
     "fit.host": "kit.studies.diagnosis.host:HostWatch",
     "fit.profile": "kit.studies.profiling.profilers:beside",
     "trial.row": "kit.records.row:keep_row",
-    "score.page": "kit.report.handed_in:score_page",
+    "score.page": "kit.report.page:score_page",
     "trial.speed": "kit.speed.prediction:leave_speed",
     "trial.memory_report": "kit.report.out_of_memory:memory_report",
     "trial.display": "kit.widgets.trial_view:display",
@@ -170,10 +170,7 @@ _RENAMED = {
 """Names of kit 0.1 that live in a package below now."""
 _DRAWN = dict(path.split(":")[::-1] for path in _FIGURES.values())
 """Functions of kit 0.1 that draw a result, which does so itself now, and their modules."""
-_NOT_PUBLIC = {
-    "Profile": "kit.studies.profiling.profile",
-    "TraceViewer": "kit.studies.profiling.viewer",
-}
+_NOT_PUBLIC = {"Profile": "kit.studies.profiling.profile", "TraceViewer": "kit.studies.profiling.viewer"}
 
 BESIDE_DATASETS = {
     "Corpus": "datasets/topics/topics.py",

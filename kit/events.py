@@ -138,14 +138,8 @@ _OTHERS = {
     "counters": dict, "host_seconds": dict, "processes": list, "optimizers": list, "advice": list, "metrics": dict,
 }  # fmt: skip
 _MOST = {
-    "rank": 10**6,
-    "world_size": 10**6,
-    "step": 2**53,
-    "steps": 2**53,
-    "batch": 2**53,
-    "epoch": 2**53,
-    "time": 1e11,
-}
+    "rank": 10**6, "world_size": 10**6, "step": 2**53, "steps": 2**53, "batch": 2**53, "epoch": 2**53, "time": 1e11,
+}  # fmt: skip
 """What is counted to, or made a date of."""
 _PLACES = ("time", "rank", "step")
 """What events are sorted and counted by."""

@@ -70,6 +70,14 @@ def write_whole(path: Path, content: str | bytes) -> Path:
         raise
 
 
+def written(text: str, path: str | Path | None) -> str:
+    """The text itself, also written to `path` when given, and the folders above it, as `write_whole` does."""
+    if path is not None:
+        Path(path).parent.mkdir(parents=True, exist_ok=True)
+        write_whole(Path(path), text)
+    return text
+
+
 def leaves(values: Mapping[str, Any], within: str = "") -> Iterator[tuple[str, Any]]:
     """(dotted name, value) of each value of nested mappings."""
     for key, value in values.items():

@@ -122,14 +122,11 @@ def lazy(package: str, *inner: str) -> tuple[Callable[[str], Any], Callable[[], 
         if name in inner:
             return importlib.import_module(f"{package}.{name}")
         if name not in homes:
-            import difflib  # only for a slip: kit itself is imported in milliseconds
-
-            close = difflib.get_close_matches(name, names, n=1)
-            it_has = f"did you mean {close[0]!r}?" if close else f"it has {', '.join(names)}"
+            it_has = did_you_mean(name, names)
             listed = re.compile(_LISTED.format(re.escape(name)), re.MULTILINE)  # in sources: nothing is imported
             below = [one for one in inner if listed.search((file.parent / one / file.name).read_text(encoding="utf-8"))]
-            it_has = f"it is {package}.{below[0]}.{name}" if below else it_has
-            raise AttributeError(f"module {package!r} has no attribute {name!r}; {it_has}")
+            it_has = f"; it is {package}.{below[0]}.{name}" if below else it_has
+            raise AttributeError(f"module {package!r} has no attribute {name!r}{it_has}")
         module, attribute = homes[name]
         return getattr(importlib.import_module(module), attribute)
 

@@ -1,4 +1,4 @@
-"""Small tables as plain text and as inline-styled HTML: how plans, hardware and results show themselves.
+"""Small tables as plain text, CSV and inline-styled HTML: how plans, hardware and results show themselves.
 
 Cells arrive as finished text (see `kit.units`); this file only aligns and escapes. `kit.table` shows rows of the
 user's, whose numbers it formats by the unit at the end of their name. The HTML carries no script and no
@@ -9,6 +9,8 @@ with an arrow, in the HTML also for readers who hear the page.
 from __future__ import annotations
 
 import copy
+import csv
+import io
 import math
 import sys
 import threading
@@ -46,6 +48,15 @@ def text_table(columns: Sequence[str], rows: Sequence[Sequence[str]], marked: in
         arrow = "" if marked is None else "→ " if index == marked + 1 else "  "
         lines.append((arrow + "  ".join([first, *others])).rstrip())
     return "\n".join(lines)
+
+
+def csv_text(columns: Iterable[str], rows: Iterable[Iterable[object]]) -> str:
+    """The rows for other programs, below the names of their columns."""
+    stream = io.StringIO()
+    writer = csv.writer(stream, lineterminator="\n")
+    writer.writerow(columns)
+    writer.writerows(rows)
+    return stream.getvalue()
 
 
 def html_table(

@@ -22,7 +22,6 @@ from __future__ import annotations
 
 import ast
 import contextlib
-import difflib
 import functools
 import hashlib
 import importlib
@@ -139,9 +138,8 @@ def _file(text: str, place: str) -> Path:
     file = resolve_path(place)
     if not file.is_file():
         near = [item.name for item in file.parent.glob("*.py")] if file.parent.is_dir() else []
-        close = difflib.get_close_matches(file.name, near, n=1)
-        hint = f"did you mean {close[0]}?" if close else f"relative files start at {project_folder()}"
-        raise TargetError(f"{text}: there is no file {file}; {hint}")
+        hint = did_you_mean(file.name, near, otherwise="") or f"; relative files start at {project_folder()}"
+        raise TargetError(f"{text}: there is no file {file}{hint}")
     return file
 
 

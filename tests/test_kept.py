@@ -14,6 +14,7 @@ import pytest
 
 import kit
 from kit.data.build.source import VariableSpec
+from kit.data.stores.counters import Counters
 from kit.memory.replay.replay import Recording
 from kit.targets import load_target
 from kit.yaml_text import read_yaml
@@ -87,6 +88,11 @@ def test_a_committed_file(kept):
     for target in class_paths(tree):
         module, _, name = target.rpartition(".")
         assert load_target(f"{module}:{name}") is not None
+
+
+def test_what_files_and_pickles_name_where_it_stood_before():
+    assert load_target("kit.train.callbacks:DeviceLimit") is kit.train.DeviceLimit
+    assert load_target("kit.data.stores.transfer:Counters") is Counters
 
 
 def class_paths(node):

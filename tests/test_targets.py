@@ -66,7 +66,7 @@ def test_what_is_found_can_be_loaded(package, text):
         ("parts_pkg.net:Net", "did you mean 'nets'"),
         ("part_pkg:Net", "did you mean 'parts_pkg'"),
         ("wholly_unknown_thing:Net", "install it"),
-        ("parts_pkg/net.py:Net", "mean nets.py"),
+        ("parts_pkg/net.py:Net", "mean 'nets.py'"),
         ("parts_pkg.broken:Broken", "line 1"),
     ],
 )

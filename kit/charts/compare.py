@@ -1,4 +1,4 @@
-"""Charts that hold things against each other: configs, levers, lengths of sequences, loader settings, and a roofline.
+"""Charts that hold things against each other: configs, levers, sequences, loader settings, a roofline, and guesses.
 
 Bars start at zero, so that lengths compare. Where memory is drawn the measured bar is filled and the predicted one an
 outline, in bytes on one device; speed is samples a second of all devices. What did not run keeps its row, without bars.
@@ -11,6 +11,11 @@ length of a sequence, on a scale that starts at zero: proportional growth is a s
 dashed line is enough, 90 % of the peak, and the chosen setting is the cheapest that reaches it.
 `metrics_figure` has a panel for each thing that modules logged, over optimizer steps; few values, as of validations and
 epochs, have dots.
+
+`score_figure` shows how far each guess of a learner, and each prediction of kit, was from what was measured, with a row
+for each question, from the first down. On the axis stands guess over truth, logarithmic, so that half and double are
+equally far from the line in the middle; the bands are those in which a guess earns points. What is further off than the
+axis reaches stands at its end as an arrow. Questions that are answered by a word say right or wrong.
 """
 
 from __future__ import annotations
@@ -22,6 +27,7 @@ from collections import defaultdict
 from typing import TYPE_CHECKING, Any
 
 from kit.charts import style as look
+from kit.course.guesses import BOUNDS, MOST_POINTS, Guess, Score, ratio
 from kit.errors import TrialError
 from kit.records.trace import metrics_of
 from kit.studies.calibration.rules import ENOUGH
@@ -42,6 +48,9 @@ _LETTERS = 24
 _NAMES_INCHES, _PANEL_INCHES, _GAP_INCHES = 1.9, 1.75, 0.3
 _CALIBRATION_ROW_INCHES, _CALIBRATION_EDGE_INCHES, _BARS_INCHES = 0.27, 0.85, 4.8
 _LETTER_INCHES = 0.068
+_GUESS_ROW_INCHES, _GUESS_EDGE_INCHES, _QUESTION_LETTERS = 0.36, 1.35, 44
+_FARTHEST, _BEYOND = 10.0, 1.15
+_TICKS = {0.1: "1/10", 0.33333: "1/3", 0.66667: "2/3", 1.0: "1", 1.5: "1.5", 3.0: "3", 10.0: "10"}
 _METRICS_INCHES, _METRIC_COLUMNS, _MOST_METRICS, _DOTTED = 2.2, 2, 8, 40
 _STAGE = re.compile(r"^(train|val|valid|validation|test)[_/]|[_/](step|epoch)$")
 _COLOURS = (look.GREEN, look.ORANGE, look.BLUE, look.PURPLE)
@@ -254,3 +263,56 @@ def logged_chart(*trials: Trial, titled: bool = False) -> Figure:
         more = f"; {len(panels) - len(shown)} more were logged" if len(panels) > len(shown) else ""
         look.finding(chart, f"What {trials[0].name} logged{more}")
     return chart
+
+
+def score_figure(score: Score) -> Figure:
+    """What `kit.course.score` gives, drawn."""
+    guesses = [guess for guess in score.guesses if guess.truth is not None]
+    height = _GUESS_EDGE_INCHES + _GUESS_ROW_INCHES * max(1, len(guesses))
+    chart = look.figure(9.6, height)
+    box = (0.36, 0.62 / height, 0.5, (height - _GUESS_EDGE_INCHES) / height)
+    axes = look.add_axes(chart, box, x="times what was measured", grid="")
+    with look.drawing():
+        look.finding(chart, score.headline)
+        for bound, shade in zip(sorted(BOUNDS.values(), reverse=True), (0.06, 0.08, 0.1), strict=True):
+            axes.axvspan(1 / bound, bound, color=look.GREEN, alpha=shade, linewidth=0, zorder=0)
+        axes.axvline(1.0, color=look.INK, linewidth=0.8, zorder=1)
+        axes.set_xscale("log")
+        axes.set_xlim(1 / _FARTHEST / _BEYOND, _FARTHEST * _BEYOND)
+        axes.set_xticks([*_TICKS], [*_TICKS.values()])
+        axes.minorticks_off()
+        look.rows(axes, [textwrap.fill(guess.question, _QUESTION_LETTERS) for guess in guesses])
+        for row, guess in enumerate(guesses):
+            _draw_guess(axes, row, guess)
+        axes.plot([], [], "o", color=look.VERMILION, label="your guess")
+        axes.plot([], [], "D", color=look.BLUE, markersize=4, label="predicted by kit")
+        axes.legend(loc="lower left", bbox_to_anchor=(0.0, 1.0), ncols=2)
+    return chart
+
+
+def _draw_guess(axes: Axes, row: int, guess: Guess) -> None:
+    measured = guess.measured is not None
+    if isinstance(guess.truth, str):
+        answer = "no guess" if guess.first is None else "right" if guess.points == MOST_POINTS else "wrong"
+        look.note(axes, (1.0, row), f"{answer}: it is {guess.truth}", xytext=(8, 0))
+    else:
+        _mark_guess(axes, row, ratio(guess.first, guess.truth), "o", look.VERMILION)
+        if measured:
+            _mark_guess(axes, row, ratio(guess.predicted, guess.truth), "D", look.BLUE)
+    points = "–" if guess.points is None else "•" * guess.points or "0"
+    axes.annotate(
+        points if measured else f"{points}  (predicted)", (1.0, row), xycoords=("axes fraction", "data"),
+        xytext=(8, 0), textcoords="offset points", va="center", fontsize=9, color=look.INK,
+    )  # fmt: skip
+
+
+def _mark_guess(axes: Axes, row: int, place: float | None, marker: str, colour: str) -> None:
+    """A marker at guess over truth; an arrow where that is off the axis, nothing where it is not known."""
+    if place is None:
+        return
+    if place <= 1 / _FARTHEST:
+        place, marker = 1 / _FARTHEST, "<"
+    elif place >= _FARTHEST:
+        place, marker = _FARTHEST, ">"
+    size = 4 if marker == "D" else 7
+    axes.plot([place], [row], marker, color=colour, markersize=size, markeredgecolor=look.PAPER, markeredgewidth=0.6)

@@ -189,9 +189,7 @@ class CheckpointUpload(Callback):
             self._offer(_look(resumed))
 
     @override
-    def on_train_batch_end(
-        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
-    ) -> None:
+    def on_train_batch_end(self, trainer: Trainer, *_: Any) -> None:
         if self._worker is None:
             return
         self._report(self._worker)

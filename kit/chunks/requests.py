@@ -163,6 +163,11 @@ _LEAST_BATCHES = 6
 _SEED = 20
 
 
+def largest_normal(count: int) -> float:
+    """Expected largest of so many standard normal numbers (Blom 1958); 0 of one."""
+    return NormalDist().inv_cdf((max(1, count) - 0.375) / (max(1, count) + 0.25))
+
+
 @lru_cache(maxsize=16)
 def _draws(count: int) -> tuple[list[float], list[int]]:
     """So many normal numbers and ranks, each in an order of its own that is always the same."""

@@ -17,7 +17,6 @@ object are counted and fail.
 
 from __future__ import annotations
 
-import difflib
 import fnmatch
 import hashlib
 import operator
@@ -26,6 +25,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple, Self
 
+from kit.errors import did_you_mean
 from kit.tables import html_table, text_table
 from kit.units import format_bytes, format_count
 
@@ -192,8 +192,7 @@ def check_script(entries: Sequence[Any], kind: str) -> list[str]:
 
 
 def _unknown(kind: str) -> str:
-    close = difflib.get_close_matches(str(kind), KINDS, n=1)
-    return f"{kind!r} is no fault; " + (f"did you mean {close[0]}?" if close else f"choose from {', '.join(KINDS)}")
+    return f"{kind!r} is no fault{did_you_mean(kind, KINDS, otherwise='choose from {}')}"
 
 
 class FaultPlan:

@@ -12,7 +12,6 @@ lose nothing, and by no more, so that a pause is not made up for. All connection
 
 from __future__ import annotations
 
-import difflib
 import math
 import random
 from collections.abc import Mapping
@@ -97,9 +96,8 @@ class Dials:
         known = [item.name for item in fields(self)]
         for name, value in changes.items():
             if name not in known:
-                close = difflib.get_close_matches(name, known, n=1)
-                hint = f"did you mean {close[0]}?" if close else f"the dials are {', '.join(known)}"
-                raise ConfigError([Problem(name, f"no such dial; {hint}")], "simulated cloud")
+                hint = did_you_mean(name, known, otherwise="the dials are {}")
+                raise ConfigError([Problem(name, f"no such dial{hint}")], "simulated cloud")
             if name == "faults" and isinstance(value, Mapping):
                 changes[name] = {str(kind): share for kind, share in value.items()}
             if name in _SIZES and isinstance(value, str):

@@ -50,12 +50,7 @@ _running: set[CommittedRun] = set()
 
 
 class CommittedRun(Drawable):
-    """A committed file that runs, or has run, here; `Committed.run` starts one.
-
-    Raises:
-        HardwareError: for a file of several nodes, and for GPUs that are not here or are another trial's.
-        ConfigError: when there is no place for its log.
-    """
+    """A committed file that runs, or has run, here; `Committed.run` starts one, and says what it raises."""
 
     def __init__(self, launch: LaunchLines, config: Config, options: Sequence[str] = ()) -> None:
         if launch.nodes > 1:

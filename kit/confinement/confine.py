@@ -28,6 +28,7 @@ from kit.confinement import private_files
 from kit.confinement.mirror import WRITES, Mirror
 from kit.confinement.private_files import PrivateFiles
 from kit.confinement.stand_ins import Refusals, RefusedError, hook_asks, no_connections, no_processes
+from kit.json_text import write_whole
 from kit.machine.processes import LONGEST_SOCKET_FOLDER
 
 _WAIT_SECONDS, _TICK_SECONDS = 20.0, 0.002
@@ -83,9 +84,7 @@ def confine_process(
         why = f"{type(error).__name__}: {error}"
     if rank == 0:
         lines = [] if private is None else [str(os.getpid()), *map(str, private.covered)]
-        draft = scratch / f"{_LEADER}.tmp"
-        draft.write_text("\n".join(lines) or "none")
-        draft.rename(scratch / _LEADER)
+        write_whole(scratch / _LEADER, "\n".join(lines) or "none")
     landlocked, has_sockets = False, True
     if private is None:
         place = scratch / "temporary"

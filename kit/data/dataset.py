@@ -24,10 +24,11 @@ from zarr.core.buffer import Buffer, BufferPrototype
 from zarr.storage import MemoryStore, WrapperStore
 
 from kit.data.files import open_file
+from kit.data.stores.counters import Counters
 from kit.data.stores.disk_cache import ReadCache
 from kit.data.stores.manifest import Manifest
 from kit.data.stores.metadata import CachedMetadata, DescribedStore, Documents, UnreachableStore
-from kit.data.stores.transfer import BoundedCache, Counters, Octets
+from kit.data.stores.transfer import BoundedCache, Octets
 from kit.data.stores.url import open_store, redact, store_error
 from kit.data.variables import NUMBERS, ArrayInfo, asides, decode_times, in_machine_order
 from kit.errors import ConfigError, Problem, StoreError, UnreachableStoreError, did_you_mean, warn_caller

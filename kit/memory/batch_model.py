@@ -93,12 +93,7 @@ class MemoryModel:
     """
 
     def __init__(
-        self,
-        query: MemoryQuery,
-        target: DeviceTarget,
-        timeout_seconds: float | None = None,
-        *,
-        near: int | None = None,
+        self, query: MemoryQuery, target: DeviceTarget, timeout_seconds: float | None = None, *, near: int | None = None
     ) -> None:
         self.query, self.target, self.timeout_seconds = query, target, timeout_seconds
         self._near = near

@@ -51,7 +51,7 @@ from kit.registry import load
 from kit.train.choices import asked_stages, validates_by
 from kit.trial.context import Context
 from kit.trial.directory import RunPaths
-from kit.trial.fit_job import load_part, make_data, make_module, make_parts, show_cells
+from kit.trial.fit_job import load_part, make_data, make_module, make_parts
 from kit.trial.payload import NO_PARTS, Part, TrainerParts
 from kit.trial.verdict import describe, describe_failure, own_frame
 from kit.units import format_bytes, format_seconds
@@ -69,9 +69,7 @@ def predict(context: Context) -> None:
     if beside is not None and not _wait_for_turn(beside):
         context.writer.write("prediction_ended")
         return
-    payload = cloudpickle.loads(context.paths.payload.read_bytes())
-    context.cells = payload["cells"]
-    show_cells(context.cells)
+    payload = context.load_payload()
     patience = Patience(task["patience_seconds"], context.cells)
     found: list[Recording] = []
     real = None if beside is not None else RealSteps(context, payload, patience)

@@ -6,8 +6,6 @@ once, two processes work at a time, and a variation that cannot run is a row wit
 
 from __future__ import annotations
 
-import csv
-import io
 import itertools
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -18,12 +16,13 @@ from typing import Any
 from kit.arguments import config_first
 from kit.config import Config
 from kit.errors import ConfigError, KitError, Problem
+from kit.json_text import written
 from kit.memory.prediction import estimate_here
 from kit.memory.query import make_query
 from kit.memory.recordings import RecordingRequest, record_all
 from kit.memory.replay.cards import THIS_MACHINE, DeviceTarget
 from kit.memory.replay.estimate import MemoryEstimate
-from kit.tables import ResultRows, html_list, html_table, text_table
+from kit.tables import ResultRows, csv_text, html_list, html_table, text_table
 from kit.trial.payload import batch_rule, refuse_unused, warn_of_unused
 from kit.units import format_bytes
 
@@ -31,6 +30,7 @@ Variations = Mapping[str, Sequence[Any]] | Sequence[Mapping[str, Any]]
 _STRATEGY, _DEVICES = "hardware.strategy", "hardware.devices"
 _COLUMNS = ("variation", "verdict", "allocated", "reserved", "saves", "of all")
 _CSV_ESTIMATE = ("verdict", "device_allocated_bytes", "device_reserved_bytes")
+_CSV_SAVES = ("saves_bytes", "saves_fraction")
 MOST_VARIATIONS = 1000
 
 
@@ -73,18 +73,14 @@ class WhatIf(ResultRows[Variation]):
     def to_csv(self, path: str | Path | None = None) -> str:
         """The rows as CSV, a column for each path that varies; written to `path` when given."""
         paths = list(dict.fromkeys(name for row in self for name in row.changes))
-        stream = io.StringIO()
-        writer = csv.writer(stream, lineterminator="\n")
-        writer.writerow([*paths, *_CSV_ESTIMATE, "saves_bytes", "saves_fraction", "complete", "reason"])
+        cells = []
         for row in self:
             found = row.estimate
             values = [getattr(found, name) if found else "" for name in (*_CSV_ESTIMATE, "complete")]
             saves = [row.saves_bytes, row.saves_fraction]
             changes = [row.changes.get(name, "") for name in paths]
-            writer.writerow([*changes, *values[:-1], *saves, values[-1], row.reason])
-        if path is not None:
-            Path(path).write_text(stream.getvalue(), encoding="utf-8")
-        return stream.getvalue()
+            cells.append([*changes, *values[:-1], *saves, values[-1], row.reason])
+        return written(csv_text([*paths, *_CSV_ESTIMATE, *_CSV_SAVES, "complete", "reason"], cells), path)
 
     def __repr__(self) -> str:
         table = text_table(_COLUMNS, [_cells(row) for row in self], self._marked)

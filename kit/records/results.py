@@ -18,8 +18,6 @@ begins with an apostrophe; a line break in a cell is a line feed. A file is whol
 
 from __future__ import annotations
 
-import csv
-import io
 import json
 import time
 from collections import Counter
@@ -32,11 +30,11 @@ from typing import Any, NamedTuple
 from kit.arguments import checks_arguments
 from kit.config import Config
 from kit.errors import ConfigError, Problem, did_you_mean
-from kit.json_text import write_whole
+from kit.json_text import written
 from kit.memory.alongside import is_predicting
 from kit.records.ratios import COUNTED, SPEED, SpeedRange, doubt, doubt_note, speed_key, speed_range, with_speeds
 from kit.records.row import COLUMNS, MAPPINGS, UNREADABLE, Row, flat, row_of, speed_of_operators
-from kit.tables import FRAME, MISSING, RULE, ResultRows, WaitingLine, html_groups, text_table
+from kit.tables import FRAME, MISSING, RULE, ResultRows, WaitingLine, csv_text, html_groups, text_table
 from kit.trial.directory import CALIBRATIONS, RunPaths, find_runs, runs_folder
 from kit.trial.submit import notebook_here
 from kit.trial.trial import ENDED, Trial
@@ -534,13 +532,9 @@ def as_csv(rows: Sequence[Row]) -> str:
         *(("config", path) for path in (*known, *sorted(changed - defaults.keys()))),
     ]
     plain = [name for name in COLUMNS if name not in MAPPINGS]
-    stream = io.StringIO()
-    writer = csv.writer(stream, lineterminator="\n")
-    writer.writerow([*plain, *(f"{name.removesuffix('s')}.{key}" for name, key in keys)])
-    for row in rows:
-        values = [*(row[name] for name in plain), *((row[name] or {}).get(key) for name, key in keys)]
-        writer.writerow(map(_csv_cell, values))
-    return stream.getvalue()
+    heads = [*plain, *(f"{name.removesuffix('s')}.{key}" for name, key in keys)]
+    cells = ((*(row[name] for name in plain), *((row[name] or {}).get(key) for name, key in keys)) for row in rows)
+    return csv_text(heads, (map(_csv_cell, values) for values in cells))
 
 
 def as_json(rows: Sequence[Row]) -> str:
@@ -555,11 +549,3 @@ def _csv_cell(value: Any) -> Any:
         return value
     text = value.replace("\r\n", "\n").replace("\r", "\n")  # csv does not quote a carriage return of its own
     return f"'{text}" if value.startswith(_FORMULA) else text
-
-
-def written(text: str, path: str | Path | None) -> str:
-    """The text itself, also written to `path` when given: in one step, so that no reader finds half of it."""
-    if path is not None:
-        Path(path).parent.mkdir(parents=True, exist_ok=True)
-        write_whole(Path(path), text)
-    return text

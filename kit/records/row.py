@@ -56,7 +56,7 @@ READ = (
     "requests", "retries", "bytes_read", "cache_hits", "cache_misses", "read_cache_hits", "read_cache_misses",
     "chunks_decoded", "chunks_filled",
 )  # fmt: skip
-"""What the loaders of all ranks read, by the names of `kit.data.stores.transfer`; `chunks_filled` were not in the
+"""What the loaders of all ranks read, by the names of `kit.data.stores.counters`; `chunks_filled` were not in the
 store.
 """
 HARDWARE = ("device", "device_memory_bytes", "cpu", "cores", "host_memory_bytes", "host", "platform")
@@ -165,7 +165,7 @@ def _measured(trial: Trial) -> Row:
     """What was measured in the trial, and what was predicted for it."""
     trace = trace_of([*trial.events, *trial.steps], trial.config)
     memory, throughput = trace.memory(), trace.throughput()
-    counts = [event.get("counters") or {} for event in trial.events if event["kind"] == "fit_ended"]
+    counts = trial.counters
     read = {name: sum(count.get(name, 0) for count in counts) for name in {name for count in counts for name in count}}
     predicted, samples = trial.environment.get("predicted") or {}, read.get("samples")
     asked_for = read.get("samples_read") or samples  # an older trial has not counted parts of batches

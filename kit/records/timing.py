@@ -7,7 +7,6 @@ GPU seconds are of the device's own clock. Validation, checkpoints and logging a
 
 from __future__ import annotations
 
-import csv
 import io
 import json
 import math
@@ -20,10 +19,10 @@ from typing import Any
 from kit.config import Config
 from kit.errors import TrialError
 from kit.events import Event
-from kit.records.results import written
+from kit.json_text import written
 from kit.records.trace import BESIDE_TRAINING, PHASE_LABELS, PHASES, finite
 from kit.registry import Drawable
-from kit.tables import html_table, text_table
+from kit.tables import csv_text, html_table, text_table
 from kit.trial.trial import Trial
 from kit.units import format_seconds
 
@@ -101,11 +100,7 @@ class Timing(Drawable):
 
     def to_csv(self, path: str | Path | None = None) -> str:
         """One line per batch and rank; written to `path` when given."""
-        stream = io.StringIO()
-        writer = csv.DictWriter(stream, FIELDS, lineterminator="\n")
-        writer.writeheader()
-        writer.writerows(self.rows)
-        return written(stream.getvalue(), path)
+        return written(csv_text(FIELDS, ([row[name] for name in FIELDS] for row in self.rows)), path)
 
     def to_json(self, path: str | Path | None = None) -> str:
         """Summary and rows; written to `path` when given."""

@@ -8,7 +8,6 @@ became of module and data since.
 
 from __future__ import annotations
 
-import datetime
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -19,7 +18,6 @@ from typing import Any
 from kit.charts import style as look
 from kit.config import Config
 from kit.errors import TrialError
-from kit.json_text import write_whole
 from kit.machine.machine import hardware
 from kit.memory.prediction import predict_memory
 from kit.memory.query import find_target_device
@@ -29,13 +27,12 @@ from kit.memory.replay.estimate import MemoryEstimate, clock_of
 from kit.memory.replay.replay import replay as play
 from kit.memory.replay.replay import with_cublas_workspaces
 from kit.memory.replay.snapshot import NO_LINE, DeviceMemory, load_snapshot, moment_of, predicted_holdings
-from kit.report.page import counted, figure_html, html_page
+from kit.report.page import counted, figure_html, html_page, write_page
 from kit.studies.scaling.escalation import Recommendation, RunTarget
 from kit.studies.scaling.recommend import recommend
 from kit.tables import MISSING, html_list, html_table
 from kit.trial.directory import contents_to_run
 from kit.trial.payload import unpack
-from kit.trial.submit import versions
 from kit.trial.trial import Trial
 from kit.units import format_bytes
 
@@ -79,9 +76,9 @@ def memory_report(trial: Trial, snapshot: Path, file: Path, timeout_seconds: flo
 
     Raises:
         TrialError: when the snapshot cannot be read.
+        ConfigError: when the page cannot be written.
     """
     held = _held(trial, load_snapshot(snapshot), timeout_seconds)
-    when = datetime.datetime.now().astimezone().isoformat(sep=" ", timespec="minutes")
     sections = {
         "What happened": html_list(_happened(held)),
         "Held and predicted": _held_chart(held) + _held_table(held),
@@ -91,8 +88,8 @@ def memory_report(trial: Trial, snapshot: Path, file: Path, timeout_seconds: flo
             "pytorch.org/memory_viz opens it too"
         ]),
     }  # fmt: skip
-    about = f"Trial {escape(trial.name)}. Written {when} by kit {versions().get('kit', '')}."
-    return write_whole(file, html_page(f"Out of memory: {escape(trial.config.name)}", about, sections))
+    page = html_page(f"Out of memory: {escape(trial.config.name)}", f"Trial {escape(trial.name)}.", sections)
+    return write_page(file, page)
 
 
 def _held(trial: Trial, memory: DeviceMemory, timeout_seconds: float | None) -> _Held:

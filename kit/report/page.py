@@ -1,21 +1,26 @@
-"""html_report: trials as one HTML file for a colleague: it opens offline, on light and dark, on paper, and asks nobody.
+"""Pages for others, each one HTML file: it opens offline, on light and dark, on paper, and asks nobody.
 
 One file holds everything: styles, charts as inline SVG, no script, and a policy that forbids the browser every request.
-It says which configs were run and where they differ, the predictions beside the measurements, how single trials went,
-on which hardware, and what went wrong. One trial of each config is shown closely, the newest that has measured
-something; a chart that cannot be drawn gives its reason, and nothing is measured anew. Secrets never come in (see
-`kit.records.row`), nor the folder of the runs. A file that this function did not write is not replaced without
-`overwrite`.
+`html_report` says which configs were run and where they differ, the predictions beside the measurements, how single
+trials went, on which hardware, and what went wrong. One trial of each config is shown closely, the newest that has
+measured something; a chart that cannot be drawn gives its reason, and nothing is measured anew. Secrets never come in
+(see `kit.records.row`), nor the folder of the runs. A file that is no page of kit's is not replaced, unless
+`overwrite` says so.
+
+The page that a learner hands in has every guess beside what was predicted and measured. The guesses stand in it a
+second time as JSON, which a teacher's script may read:
+`re.search('<script type="application/json" id="guesses">(.*?)</script>', text)`.
 """
 
 from __future__ import annotations
 
 import contextlib
 import datetime
+import json
 import math
 import os
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from html import escape
 from os import PathLike
 from pathlib import Path
@@ -24,7 +29,9 @@ from urllib.parse import quote
 
 from kit.arguments import checks_arguments
 from kit.charts import style as look
+from kit.charts.compare import score_figure
 from kit.config import Config
+from kit.course.guesses import COLUMNS, Score
 from kit.errors import ConfigError, KitError, Problem, TrialError
 from kit.json_text import write_whole
 from kit.records import results
@@ -88,7 +95,35 @@ def html_report(trials: Given | Sequence[Given], path: str | Path, *, title: str
     if not overwrite:
         refuse_other_files(file, ", or say overwrite=True")
     given: Iterable[Any] = trials if isinstance(trials, list | tuple) else [trials]
-    page = report_page(compare(*given), title)
+    return write_page(file, report_page(compare(*given), title))
+
+
+def score_page(score: Score, file: Path) -> Path:
+    """Write the page that `Score.hand_in` promises.
+
+    Raises:
+        ConfigError: for a file that must not or cannot be written.
+    """
+    refuse_folder(file, "guesses.html")
+    refuse_other_files(file)
+    table = html_table(COLUMNS, score.rows())
+    sections = {
+        "Guess, prediction, measurement": f'<div style="overflow-x: auto">{table}</div>',
+        "How far off": look.svg(score_figure(score), score.headline) if score.guesses else html_list(["nothing yet"]),
+    }
+    values = {"learner": score.learner, "points": score.points, "guesses": [asdict(one) for one in score.guesses]}
+    kept = json.dumps(values).replace("</", "<\\/")
+    page = html_page(escape(score.headline), "", sections)
+    data = f'<script type="application/json" id="guesses">{kept}</script>\n</body>'
+    return write_page(file, page.replace("</body>", data))
+
+
+def write_page(file: Path, page: str) -> Path:
+    """Write a page, in one step, and the folders above it.
+
+    Raises:
+        ConfigError: when it cannot be written.
+    """
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
         return PageFile(write_whole(file, page))
@@ -146,8 +181,7 @@ def report_page(comparison: Comparison, title: str = "") -> str:
         "Notes": html_list(_notes(comparison, rows, len(close))),
     }
     about = f"{counted(len(rows), 'trial')} of {counted(len(comparison.groups), 'config')}"
-    when = datetime.datetime.now().astimezone().isoformat(sep=" ", timespec="minutes")
-    page = html_page(heading, f"{about}. Written {when} by kit {versions().get('kit', '')}.", sections)
+    page = html_page(heading, f"{about}.", sections)
     folders = {Path(row["run_directory"]).parent for row in rows}  # a reader sees names of runs, not where they lie
     for folder in sorted(folders, key=lambda folder: -len(folder.parts)):
         if len(folder.parts) > 1:
@@ -156,13 +190,18 @@ def report_page(comparison: Comparison, title: str = "") -> str:
 
 
 def html_page(heading: str, about: str, sections: Mapping[str, str]) -> str:
-    """A whole file: a heading, a line below it, and sections under theirs. Heading and line are HTML."""
+    """A whole file: a heading, a line below it, and sections under theirs. Heading and line are HTML.
+
+    The line ends with when the page was written and by what.
+    """
+    when = datetime.datetime.now().astimezone().isoformat(sep=" ", timespec="minutes")
+    line = f"{about} Written {when} by kit {versions().get('kit', '')}.".lstrip()
     return (
         f'<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n{_MARK}\n'
         f'<meta http-equiv="Content-Security-Policy" content="{_POLICY}">\n'
         '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
         f"<title>{heading}</title>\n<style>\n{_STYLE}</style>\n</head>\n<body>\n<main>\n<header><h1>{heading}</h1>"
-        f"<p>{about}</p></header>\n"
+        f"<p>{line}</p></header>\n"
         + "\n".join(f"<section><h2>{escape(name)}</h2>{body}</section>" for name, body in sections.items())
         + "\n</main>\n</body>\n</html>\n"
     )

@@ -36,7 +36,6 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
-import cloudpickle
 import numpy as np
 import torch
 import torch.distributed as dist
@@ -95,7 +94,7 @@ def time_calls(context: Context) -> None:
     task = context.environment["timing"]
     gpu = context.environment["accelerator"] == "gpu"
     device = torch.device("cuda", context.rank) if gpu else torch.device("cpu")
-    payload = cloudpickle.loads(context.paths.payload.read_bytes())
+    payload = context.load_payload()
     sent = [OperatorCall.of(value) for value in payload["calls"]]
     wanted = [sent[place] for place in payload["wanted"]]
     order = wanted if gpu else [sent[place] for place in payload["order"]]  # what comes between is nothing to a GPU

@@ -320,7 +320,7 @@ class _Study:
             self.sentences.append(f"{name}: {model.sentence(rates)}")
         speed = samples_per_second(trial)
         array_bytes = self._rows.nbytes if in_memory else 0
-        counts = [event.get("counters") or {} for event in trial.events if event["kind"] == "fit_ended"]
+        counts = trial.counters
         counted = bool(counts) and all("disk_bytes" in count for count in counts)
         own, moved = _own_memory(trial), sum(int(count["bytes_read"]) for count in counts) if counted else None
         if moved is not None:

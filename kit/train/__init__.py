@@ -11,9 +11,9 @@ if TYPE_CHECKING:
     from kit.checkpoints.callback import CheckpointUpload as CheckpointUpload
     from kit.train.callbacks import CommittedConfig as CommittedConfig
     from kit.train.callbacks import CommittedData as CommittedData
-    from kit.train.callbacks import DeviceLimit as DeviceLimit
     from kit.train.callbacks import LossLog as LossLog
     from kit.train.callbacks import WholeEpochs as WholeEpochs
+    from kit.train.device_limit import DeviceLimit as DeviceLimit
     from kit.train.fsdp import SelfShardedStrategy as SelfShardedStrategy
     from kit.train.fsdp import ShardStrategy as ShardStrategy
     from kit.train.levers import GradientCheckpointing as GradientCheckpointing

@@ -17,7 +17,6 @@ whole would need the memory that sharding saves.
 
 from __future__ import annotations
 
-import difflib
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -38,7 +37,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parameter import is_lazy
 from typing_extensions import override
 
-from kit.errors import ConfigError, Problem, first_few
+from kit.errors import ConfigError, Problem, did_you_mean, first_few
 from kit.train.sequences import is_chunked
 
 # A module is fitted again by a learning-rate search, and can be sharded only once.
@@ -345,8 +344,7 @@ def find_blocks(root: nn.Module, names: Sequence[str] | None) -> list[nn.Module]
     classes = sorted({class_name(module) for module in inside})
     absent = [name for name in names if name not in classes]
     if absent:
-        close = difflib.get_close_matches(absent[0], classes, n=1)
-        hint = f"; did you mean {close[0]}?" if close else ""
+        hint = did_you_mean(absent[0], classes, otherwise="")
         message = f"{class_name(root)} holds no {', '.join(absent)}; it has {', '.join(classes)}{hint}"
         raise ConfigError([Problem("levers.checkpoint_blocks", message)])
     return [module for module in inside if class_name(module) in names]

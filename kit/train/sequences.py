@@ -249,9 +249,7 @@ class AttentionKernel(Callback):
             self._seen = self._counting.enter_context(_Calls(self.ran))
 
     @override
-    def on_train_batch_end(
-        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
-    ) -> None:
+    def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
         if not self._counted:
             self._counting.close()
             self._counted = True

@@ -139,9 +139,7 @@ class _TrialEnd(Callback):
             trainer.last_as_long()
 
     @override
-    def on_train_batch_end(
-        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
-    ) -> None:
+    def on_train_batch_end(self, trainer: Trainer, *_: Any) -> None:
         if isinstance(trainer, TrialTrainer) and trainer.global_step >= trainer.trial_steps:
             loop = trainer.fit_loop
             loop.min_epochs, loop.epoch_loop.min_steps = None, None  # those of the real training hold nothing up here
@@ -307,7 +305,7 @@ def _optimization(config: Config, module: LightningModule | None) -> dict[str, A
     if left:
         warn_caller(
             f"{type(module).__name__} optimizes manually, so {' and '.join(left)} {'is' if len(left) == 1 else 'are'} "
-            "left out; do it in its training_step (self.clip_gradients, optimizer.step every n-th batch)",
+            "left out; do it in its training_step (self.clip_gradients, optimizer.step every n-th batch)"
         )
     return {}
 
@@ -327,10 +325,7 @@ def _precision(
 
 
 def make_strategy(
-    hardware: Hardware,
-    accelerator: Literal["cpu", "gpu"],
-    world_size: int,
-    module: LightningModule | None = None,
+    hardware: Hardware, accelerator: Literal["cpu", "gpu"], world_size: int, module: LightningModule | None = None
 ) -> Strategy:
     """The strategy for `world_size` processes of one device each.
 

@@ -9,11 +9,14 @@ user's, and is not confined.
 from __future__ import annotations
 
 import contextlib
+import linecache
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+import cloudpickle
 
 from kit.config import Config, resolve_path
 from kit.confinement.confine import confine_process, confined
@@ -48,6 +51,14 @@ class Context:
     @property
     def world_size(self) -> int:
         return int(self.environment["world_size"])
+
+    def load_payload(self) -> dict[str, Any]:
+        """What was sent to the ranks; from then on tracebacks quote its notebook cells, whose text is in no file."""
+        payload: dict[str, Any] = cloudpickle.loads(self.paths.payload.read_bytes())
+        self.cells = payload.get("cells", {})
+        for file, (_, source) in self.cells.items():
+            linecache.cache[file] = (len(source), None, source.splitlines(keepends=True), file)
+        return payload
 
 
 def confine_rank(paths: RunPaths, rank: int) -> None:

@@ -18,7 +18,6 @@ from __future__ import annotations
 import contextlib
 import copy
 import itertools
-import linecache
 import time
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -37,8 +36,9 @@ from kit.data.rows.loader import RowData
 from kit.errors import ConfigError, Problem, first_line, warn_caller
 from kit.registry import load
 from kit.targets import load_target
-from kit.train.callbacks import DeviceLimit, UnusedParameters
+from kit.train.callbacks import UnusedParameters
 from kit.train.choices import monitor_entries
+from kit.train.device_limit import DeviceLimit
 from kit.train.levers import GradientCheckpointing, instantiate
 from kit.train.made import GivenData, ModuleData, loader_of, no_module, pair_of
 from kit.train.rendezvous import open_store
@@ -56,9 +56,7 @@ def fit(context: Context) -> None:
     """Fit on this rank until the trial's steps are done or a stop was requested."""
     config, environment = context.config, context.environment
     context.store = open_store()
-    payload = cloudpickle.loads(context.paths.payload.read_bytes())
-    context.cells = payload["cells"]
-    show_cells(context.cells)
+    payload = context.load_payload()
     seed_everything(config.training.seed, workers=True, verbose=False)
     module = make_module(payload["module"], config)
     data, batch_size = make_data(payload["data"], config), environment.get("batch_size")
@@ -132,12 +130,6 @@ def fit(context: Context) -> None:
             context.writer.write("span", name=stage, started=started, ended=time.time())
             if meter is not None:
                 meter.end(trainer)
-
-
-def show_cells(cells: dict[str, tuple[str, str]]) -> None:
-    """Let tracebacks quote notebook cells, whose text is in no file."""
-    for file, (_, source) in cells.items():
-        linecache.cache[file] = (len(source), None, source.splitlines(keepends=True), file)
 
 
 def make_module(part: Part, config: Config) -> LightningModule:
@@ -292,9 +284,7 @@ class LeversUsed(Callback):
         self._written = False
 
     @override
-    def on_train_batch_end(
-        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
-    ) -> None:
+    def on_train_batch_end(self, trainer: Trainer, *_: Any) -> None:
         if self._written:
             return
         self._written = True

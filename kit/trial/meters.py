@@ -55,7 +55,7 @@ from kit.machine.gpus import read_joules
 from kit.machine.processes import MOST_SLOWNESS, cpu_seconds, scheduled_seconds
 from kit.memory.record.truth import AllocatorTrace
 from kit.memory.replay.snapshot import MOST_BYTES, batch_words, read_snapshot, save_snapshot
-from kit.train.callbacks import DeviceLimit
+from kit.train.device_limit import DeviceLimit
 from kit.trial.context import Context
 from kit.trial.recorder import StepClock, samples_of
 from kit.trial.verdict import describe, is_library, is_out_of_memory
@@ -205,9 +205,7 @@ class CpuUse(AfterWarmup[_CpuSeconds]):
         self._asked = 0.0
 
     @override
-    def on_train_batch_end(
-        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
-    ) -> None:
+    def on_train_batch_end(self, *_: Any) -> None:
         due = self._pace.is_known and time.perf_counter() - self._asked >= _PACE_EVERY_SECONDS
         if self._has_begun and due and not torch.autograd.profiler._is_profiler_enabled:  # a trace is of the training
             self._paces.append(self._pace.seconds(_PACE_REPEATS))
@@ -304,9 +302,7 @@ class StepWork(Callback):
             self._mode.backward = False
 
     @override
-    def on_train_batch_end(
-        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
-    ) -> None:
+    def on_train_batch_end(self, trainer: Trainer, pl_module: Any, outputs: Any, batch: Any, *_: Any) -> None:
         mode = self._leave()
         if mode is not None:
             found = mode.found(self._context.cells)
@@ -479,9 +475,7 @@ class MemoryMeter(Callback):
             self._trace.note(batch)
 
     @override
-    def on_train_batch_end(
-        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
-    ) -> None:
+    def on_train_batch_end(self, trainer: Trainer, *_: Any) -> None:
         self._batches += 1
         steps = trainer.global_step
         if self._trace is None or min(self._batches, steps) < STEPS:

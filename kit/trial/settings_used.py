@@ -13,7 +13,7 @@ from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from kit.config import Config
-from kit.data.stores.transfer import CHUNKS, absent_chunks
+from kit.data.stores.counters import CHUNKS, absent_chunks
 from kit.errors import ConfigError
 from kit.events import Event
 from kit.trial.payload import BatchRule
@@ -28,7 +28,6 @@ _FEWEST = 3
 def settings_used(trial: Trial) -> list[str]:
     """Sentences, in the order in which a config names the choices."""
     found: dict[str, Any] = trial.event("levers_used") or {}
-    counts = [event.get("counters") or {} for event in trial.events if event["kind"] == "fit_ended"]
     precision, blocks = trial.event("fit_started", "precision"), found.get("checkpointed_blocks")
     optimizers = Counter(found.get("optimizers", ())).items()
     names = [name if count == 1 else f"{count} × {name}" for name, count in optimizers]
@@ -42,7 +41,7 @@ def settings_used(trial: Trial) -> list[str]:
         _loader_used(trial),
         _same_samples(trial),
         str(trial.environment.get("split", "")),
-        absent_chunks({name: sum(count.get(name, 0) for count in counts) for name in CHUNKS}),
+        absent_chunks({name: sum(count.get(name, 0) for count in trial.counters) for name in CHUNKS}),
         f"precision: {precision}" if precision else "",
         f"optimizer: {', '.join(names)}" if names else "",
         f"gradient checkpointing: {blocks} block{'s' * (blocks > 1)}" if blocks else "",

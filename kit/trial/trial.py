@@ -181,6 +181,11 @@ class Trial(Drawable):
         """What the ranks and the submission warned of, each once."""
         return list(dict.fromkeys(str(event["message"]) for event in self.events if event["kind"] == "warned"))
 
+    @property
+    def counters(self) -> list[dict[str, Any]]:
+        """What the loader of each rank counted, of those that have ended their fit."""
+        return [event.get("counters") or {} for event in self.events if event["kind"] == "fit_ended"]
+
     def poll(self) -> State:
         """Read what is new in the files; the state afterwards."""
         with self._lock:
@@ -408,6 +413,7 @@ class Trial(Drawable):
 
         Raises:
             TrialError: when no rank left a snapshot.
+            ConfigError: when the page cannot be written.
         """
         file = self.run_directory / "memory_report.html" if path is None else Path(path).expanduser()
         name = self._failed("memory_snapshot")

@@ -9,7 +9,6 @@ of what runs stops it. An error stands beside its button.
 
 from __future__ import annotations
 
-import contextlib
 import html
 import threading
 from collections.abc import Callable
@@ -27,7 +26,7 @@ from kit.studies.repeats import MOST, Tried
 from kit.trial.trial import Trial
 from kit.units import format_count, format_seconds
 from kit.widgets.live import Background, LiveDisplay, close_widgets, live_box
-from kit.widgets.parts import button, error_words, line, progress_html, put, relabel, row
+from kit.widgets.parts import button, clicked, error_words, line, progress_html, put, relabel, row
 
 if TYPE_CHECKING:
     from kit.studies.calibration.result import Calibration
@@ -145,7 +144,7 @@ class DiagnosisControl(Background):
         self.button = button("Diagnose", "stethoscope", tooltip, "110px", disabled=True)
         self.words, self.code = line(), line(display="none")
         self.findings = ipywidgets.VBox([], layout={"width": "100%"})
-        self.button.on_click(lambda _: self._latest.submit(self._try))
+        self.button.on_click(lambda _: self._latest.submit(lambda: clicked(self.run)))
         self.ui = ipywidgets.VBox([self.words, self.findings, self.code], layout={"width": "100%"})
 
     @property
@@ -186,10 +185,6 @@ class DiagnosisControl(Background):
         view, self.view, self.findings.children = self.view, None, ()
         close_widgets([view])
         self._on_shown()
-
-    def _try(self) -> None:
-        with contextlib.suppress(KitError):  # it stands beside the button
-            self.run()
 
     def _say(self, text: str) -> None:
         put(self.words, _close_lines(text) if text else "")
@@ -253,11 +248,7 @@ class ProfileView:
             self._say("stopping …")
             self.profile.stop()
             return
-        threading.Thread(target=self._try, name="kit-profile", daemon=True).start()
-
-    def _try(self) -> None:
-        with contextlib.suppress(KitError):  # it stands beside the button
-            self.run()
+        threading.Thread(target=clicked, args=(self.run,), name="kit-profile", daemon=True).start()
 
     def _on_profile(self, profile: Profile) -> None:
         if profile.ended:

@@ -9,7 +9,6 @@ and exports all of them; it does not replace a file that is no export of kit. An
 
 from __future__ import annotations
 
-import contextlib
 import html
 import threading
 from collections.abc import Callable
@@ -26,7 +25,7 @@ from kit.records.results import Asked, Results
 from kit.report.page import html_report
 from kit.trial.trial import Trial
 from kit.widgets.live import Background, weakly
-from kit.widgets.parts import button, code_html, folded_html, line, pre_html, red_html, row
+from kit.widgets.parts import button, clicked, code_html, folded_html, line, pre_html, red_html, row
 
 
 class CommitView(Background):
@@ -51,7 +50,7 @@ class CommitView(Background):
         self._mutex = threading.Lock()
         self.button = button("Commit", "save", "write this file, its evidence and a job script", "110px")
         self.words, self.text = line(width="auto"), line()
-        self.button.on_click(lambda _: self._latest.submit(self._try))
+        self.button.on_click(lambda _: self._latest.submit(lambda: clicked(self.commit)))
         self.ui = ipywidgets.VBox([row(self.button, self.words), self.text])
 
     def look(self, config: Config) -> None:
@@ -80,10 +79,6 @@ class CommitView(Background):
         trial = self._ended()
         same = trial is not None and trial.asked.fingerprint == self.config.fingerprint
         return trial if same else None
-
-    def _try(self) -> None:
-        with contextlib.suppress(KitError):  # it stands beside the button
-            self.commit()
 
     def _show(self) -> None:
         config = self.config
@@ -133,7 +128,7 @@ class ExportView(Background):
         self.button = button("Export", "download", tooltip, "110px", disabled=True)
         self.words, self.table = line(width="auto"), line()
         self.code = line()
-        self.button.on_click(lambda _: self._latest.submit(self._try))
+        self.button.on_click(lambda _: self._latest.submit(lambda: clicked(self.export)))
         self.format.observe(lambda _: self._show_code(), names="value")
         self.choice.observe(lambda _: self._latest.submit(self._show), names="value")
         head = row(self.choice, self.format, self.button, self.words, gap="0 12px")
@@ -190,10 +185,6 @@ class ExportView(Background):
         except OSError as error:
             raise ConfigError([Problem("path", f"cannot write {path}: {error.strerror or error}")]) from error
         return path
-
-    def _try(self) -> None:
-        with contextlib.suppress(KitError):  # it stands beside the button
-            self.export()
 
     def _show(self) -> None:
         """What there is now, and soon again while a prediction is being made."""

@@ -169,12 +169,12 @@ class MemoryPanel(ConfigPanel):
         Raises:
             PlanError: while there is no estimate.
         """
-        from kit.memory.replay.snapshot import write_snapshot
+        from kit.memory.replay.snapshot import save_snapshot, to_snapshot
 
         recording = self._estimated().recording
         if recording is None:
             raise PlanError("this estimate holds no recording, of which a snapshot is made; predict it anew")
-        return write_snapshot(path, recording)
+        return save_snapshot(path, to_snapshot(recording))
 
     def _estimated(self) -> MemoryEstimate:
         if self.estimate is None:

@@ -5,6 +5,7 @@ Functions that end in `_html` take plain text and escape it; `put` and `line` ho
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import html
 from collections.abc import Callable, Sequence
@@ -86,6 +87,12 @@ def button(description: str, icon: str, tooltip: str, width: str = "90px", **opt
     return _Button(
         description=description, icon=icon, tooltip=tooltip, layout={"width": width, "flex": "0 0 auto"}, **options
     )
+
+
+def clicked(act: Callable[[], object]) -> None:
+    """Do what a button is for; a KitError stands beside the button already."""
+    with contextlib.suppress(KitError):
+        act()
 
 
 def relabel(place: Any, description: str, icon: str, style: str, tooltip: str) -> None:

@@ -105,7 +105,7 @@ def test_a_script_counts_the_requests_of_each_key_and_of_its_kind():
 
 
 def test_an_unknown_fault_is_refused_with_the_nearest(cloud):
-    with pytest.raises(ConfigError, match="resets.*mean reset"):
+    with pytest.raises(ConfigError, match="resets.*mean 'reset'"):
         cloud.script("faulty/*", ["resets"])
     with pytest.raises(ConfigError, match="reads.*kind of request"):
         cloud.script("faulty/*", ["reset"], kind="reads")

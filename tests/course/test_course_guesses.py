@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 import kit
 from kit.charts import style as look
-from kit.charts.course import score_figure
+from kit.charts.compare import score_figure
 from kit.course.guesses import BOUNDS, MOST_POINTS, ratio
 from kit.errors import ConfigError
 

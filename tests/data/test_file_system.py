@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 from kit.data.build.build import build
 from kit.data.build.open_source import load_source
+from kit.data.stores.counters import Counters
 from kit.data.stores.disk_cache import ReadCache
-from kit.data.stores.transfer import Counters
 from kit.data.stores.url import open_store, resolve_url
 from kit.data.stream.engine import Engine
 from kit.data.stream.fetch import AsyncClient, identity_of

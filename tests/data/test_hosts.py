@@ -13,9 +13,9 @@ import pytest
 from kit.checkpoints.downloading import download_once
 from kit.data.stores import fsspec
 from kit.data.stores.auth import address_of
+from kit.data.stores.counters import Counters
 from kit.data.stores.fsspec import guarded_socket, is_metadata
 from kit.data.stores.http import HttpClient, _open_socket
-from kit.data.stores.transfer import Counters
 from kit.data.stores.url import open_store, read_object, resolve_url
 from kit.errors import StoreError
 

@@ -23,8 +23,9 @@ from zarr_stores import write_array
 from kit.cloud.simulated import simulated_cloud
 from kit.data.open_dataset import open_dataset
 from kit.data.stores.auth import address_of
+from kit.data.stores.counters import Counters
 from kit.data.stores.http import Get, HttpClient, _Epoll
-from kit.data.stores.transfer import FEWEST, ConcurrencyLimit, Counters
+from kit.data.stores.transfer import FEWEST, ConcurrencyLimit
 from kit.data.stores.url import open_store
 from kit.data.stream.engine import Engine
 from kit.data.stream.fetch import AsyncClient

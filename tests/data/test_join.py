@@ -14,8 +14,8 @@ import kit
 from kit.config import Config
 from kit.data.open_dataset import open_dataset
 from kit.data.sampling import sample_plan
+from kit.data.stores.counters import Counters
 from kit.data.stores.http import HttpClient
-from kit.data.stores.transfer import Counters
 from kit.data.stream.fetch import EachItsOwn, ThreadClient, open_client
 from kit.errors import ConfigError, MissingChunkError
 

@@ -24,8 +24,8 @@ from kit.config import Config
 from kit.data.open_dataset import open_dataset
 from kit.data.stores import auth
 from kit.data.stores.auth import address_of
+from kit.data.stores.counters import Counters
 from kit.data.stores.http import HttpClient
-from kit.data.stores.transfer import Counters
 from kit.data.stores.url import open_store
 from kit.data.stream.engine import Engine
 from kit.errors import ConfigError, StoreError

@@ -14,8 +14,9 @@ from kit.data.build.build import build
 from kit.data.open_dataset import open_dataset
 from kit.data.patches.module import PatchData
 from kit.data.stores import transfer as policy
+from kit.data.stores.counters import Counters
 from kit.data.stores.http import HttpClient
-from kit.data.stores.transfer import Counters, Retries, passing
+from kit.data.stores.transfer import Retries, passing
 from kit.data.stores.url import list_objects, open_store, read_object, sizes_of_objects, write_object
 from kit.data.stream.engine import Engine
 from kit.data.stream.fetch import AsyncClient, open_client

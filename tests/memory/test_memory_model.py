@@ -3,6 +3,7 @@
 import csv
 import io
 import re
+import resource
 
 import pytest
 import torch
@@ -270,12 +271,27 @@ def test_variations_are_sorted_by_peak_and_measured_against_the_configuration_as
 def test_a_table_shows_itself_and_can_be_kept(table, tmp_path):
     assert "→ as given" in repr(table)
     assert "batch size 2048" in table._repr_html_()
-    text = table.to_csv(tmp_path / "what_if.csv")
-    assert (tmp_path / "what_if.csv").read_text() == text
+    file = tmp_path / "new" / "what_if.csv"
+    text = table.to_csv(file)
+    assert file.read_text() == text
     rows = list(csv.DictReader(io.StringIO(text)))
     assert len(rows) == 9
     assert int(rows[0]["device_allocated_bytes"]) == table[0].estimate.device_allocated_bytes
     assert [row["hardware.strategy"] for row in rows].count("ddp") == 4
+
+
+def test_a_table_that_cannot_be_written_leaves_the_one_before(table, tmp_path):
+    file = tmp_path / "new" / "what_if.csv"
+    text = table.to_csv(file)
+    most = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (len(text) // 2, most[1]))  # of a file: what a disk has room for
+    try:
+        with pytest.raises(OSError, match="large"):
+            table.to_csv(file)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, most)
+    assert file.read_text() == text
+    assert list(file.parent.iterdir()) == [file]
 
 
 def test_equal_variations_are_recorded_once(config, monkeypatch):

@@ -133,7 +133,7 @@ def test_what_no_prediction_knows_is_named_with_its_line(tmp_path):
 def test_a_trial_found_again_has_its_page_and_without_its_code_a_shorter_one(wide, tmp_path):
     trial, _, text = wide
     again = kit.Trial.open(trial.run_directory)
-    assert table_of(again.memory_report(tmp_path / "again.html").read_text()) == table_of(text)
+    assert table_of(again.memory_report(tmp_path / "new" / "again.html").read_text()) == table_of(text)
     payload = trial.paths.payload.read_bytes()
     trial.paths.payload.unlink()
     try:

@@ -127,9 +127,9 @@ def test_what_kits_own_loader_asks_of_the_store_is_a_limit(own):
 
 def test_a_table_goes_to_csv_and_a_chart(one, tmp_path):
     run = predict_run(one, devices=[1, 2, 4], memory=False, prices=1.0)
-    text = run.to_csv(tmp_path / "run.csv")
+    text = run.to_csv(tmp_path / "new" / "run.csv")
     lines = list(csv.DictReader(io.StringIO(text)))
-    assert (tmp_path / "run.csv").read_text() == text
+    assert (tmp_path / "new" / "run.csv").read_text() == text
     assert [line["devices"] for line in lines] == ["1", "2", "4"]
     assert float(lines[0]["total_seconds"]) == run.rows[0].total_seconds
     time, cost = scaling_figure(run).axes

@@ -47,9 +47,9 @@ def test_the_cheapest_and_the_fastest_are_told_and_drawn(config, tmp_path):
     for shown in (str(found), found._repr_html_()):
         assert f"cheapest: {found.cheapest}" in shown
         assert f"fastest: {found.fastest}" in shown
-    lines = list(csv.DictReader(io.StringIO(found.to_csv(tmp_path / "cards.csv"))))
+    lines = list(csv.DictReader(io.StringIO(found.to_csv(tmp_path / "new" / "cards.csv"))))
     assert [float(line["money"]) for line in lines] == [row.run.money for row in found]
-    assert (tmp_path / "cards.csv").exists()
+    assert [path.name for path in (tmp_path / "new").iterdir()] == ["cards.csv"]
     (axes,) = found.figure().axes
     assert [text.get_text() for text in axes.get_legend().get_texts()] == ["L4-24GB", "A100-80GB"]
 

@@ -8,8 +8,7 @@ from test_trace_viewer import whole
 
 from kit.errors import TrialError
 from kit.studies.profiling.trace import read_trace
-from kit.studies.profiling.trace_comparison import compare_kernels, compare_operations, rank_finding, rank_times
-from kit.studies.profiling.viewer import open_trace
+from kit.studies.profiling.viewer import compare_kernels, compare_operations, open_trace, rank_finding, rank_times
 
 REDUCE = "ncclDevKernel_AllReduce_Sum_f32_RING_LL"
 

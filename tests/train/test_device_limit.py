@@ -9,7 +9,7 @@ from kit.config import Config
 from kit.errors import ConfigError
 from kit.memory.replay.snapshot import read_snapshot
 from kit.train import DeviceLimit, make_trainer
-from kit.train.callbacks import LiveStorages
+from kit.train.device_limit import LiveStorages
 
 MIB = 1 << 20
 

@@ -37,7 +37,7 @@ from kit.data.build.source import (
 from kit.data.dataset import Dataset, StoreDataset, open_xarray
 from kit.data.files import open_file
 from kit.data.open_dataset import open_dataset
-from kit.data.stores.transfer import absent_chunks
+from kit.data.stores.counters import absent_chunks
 from kit.data.stores.url import redact, sizes_of_objects
 from kit.data.variables import ArrayInfo, in_machine_order
 from kit.errors import ConfigError, MissingChunkError, warn_caller

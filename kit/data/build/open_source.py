@@ -8,7 +8,6 @@ open store, passed or returned by the function, is wrapped.
 
 from __future__ import annotations
 
-import difflib
 import inspect
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -28,7 +27,7 @@ from kit.data.files import split_group
 from kit.data.open_dataset import open_dataset
 from kit.data.stores.foreign import find_repository
 from kit.data.stores.url import HOW_TABLES_ARE_READ, TABLES
-from kit.errors import KitError, StoreError
+from kit.errors import KitError, StoreError, did_you_mean
 from kit.targets import load_target
 
 
@@ -93,9 +92,8 @@ def _check_arguments(make: Any, arguments: Mapping[str, Any]) -> None:
         return
     for name in arguments:
         if name not in known:
-            close = difflib.get_close_matches(name, known, n=1)
-            hint = f"did you mean {close[0]!r}?" if close else f"it takes {', '.join(known) or 'none'}"
-            raise source_error("arguments", f"the source takes no argument {name!r}; {hint}")
+            hint = did_you_mean(name, known, otherwise="it takes {}" if known else "it takes none")
+            raise source_error("arguments", f"the source takes no argument {name!r}{hint}")
 
 
 _TARGET = re.compile(r"[^:\s][^:]*:[A-Za-z_]\w*|[A-Za-z]:[^:]+:[A-Za-z_]\w*")

@@ -42,11 +42,7 @@ class Verification:
 
 @checks_arguments
 def verify(
-    config_or_url: Config | str,
-    credentials: str = "default",
-    *,
-    strict: bool = True,
-    progress: bool | Progress = True,
+    config_or_url: Config | str, credentials: str = "default", *, strict: bool = True, progress: bool | Progress = True
 ) -> Verification:
     """Read every object of a finished store and compare it with the manifest.
 

@@ -36,8 +36,8 @@ from kit.chunks.requests import Coalescing
 from kit.data.dataset import Dataset
 from kit.data.epochs import mixing
 from kit.data.samples import EpochPlan, SamplePlan
+from kit.data.stores.counters import NAMES, absent_chunks, total
 from kit.data.stores.disk_cache import ReadCache
-from kit.data.stores.transfer import NAMES, absent_chunks, total
 from kit.data.stores.url import redact
 from kit.data.stream import memory
 from kit.data.stream.engine import Engine, Span, Spans

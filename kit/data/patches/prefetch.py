@@ -26,9 +26,9 @@ from kit.config import Config
 from kit.data.build.build import Progress, make_progress
 from kit.data.dataset import Dataset
 from kit.data.open_dataset import open_dataset
+from kit.data.stores.counters import Counters
 from kit.data.stores.disk_cache import WHOLE, ReadCache, SharedFolder
 from kit.data.stores.http import Client
-from kit.data.stores.transfer import Counters
 from kit.data.stores.url import local_folder, redact
 from kit.data.stream.cached import ObjectNames
 from kit.data.stream.codec import ABSENT, FetchOnceCache, StoredArray

@@ -35,9 +35,10 @@ from kit.chunks.geometry import place_of
 from kit.config import Config
 from kit.data.dataset import Dataset
 from kit.data.open_dataset import open_dataset
+from kit.data.stores.counters import Counters
 from kit.data.stores.fsspec import RemoteStore
 from kit.data.stores.http import Client, Get, HttpClient
-from kit.data.stores.transfer import Counters, Octets
+from kit.data.stores.transfer import Octets
 from kit.data.stores.url import redact, sizes_of_objects
 from kit.data.stream.codec import StoredArray
 from kit.data.stream.fetch import leaves, open_client, read_index

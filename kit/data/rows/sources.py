@@ -34,7 +34,7 @@ from kit.config import near
 from kit.data.dataset import Dataset
 from kit.data.open_dataset import open_dataset
 from kit.data.rows.page_cache import LimitedTable, MappedTable, Table, gather, name_of, plain_dtype, table_of, tensor_of
-from kit.data.stores.transfer import absent_chunks
+from kit.data.stores.counters import absent_chunks
 from kit.data.stores.url import local_folder, open_store, redact, resolve_url, store_error
 from kit.data.stream.engine import Engine
 from kit.data.variables import ArrayInfo

@@ -35,8 +35,9 @@ from urllib.parse import quote, urlsplit
 import pycurl
 
 from kit.data.stores.auth import Address
+from kit.data.stores.counters import Counters
 from kit.data.stores.fsspec import is_metadata
-from kit.data.stores.transfer import TOO_MANY, ConcurrencyLimit, Counters, Octets, Retries, RetryAttempts, octets
+from kit.data.stores.transfer import TOO_MANY, ConcurrencyLimit, Octets, Retries, RetryAttempts, octets
 from kit.data.stores.url import redact, store_error
 from kit.errors import StoreError
 

@@ -17,7 +17,8 @@ import unicodedata
 from collections.abc import Iterable
 from pathlib import Path, PurePosixPath
 
-from kit.data.stores.transfer import Counters, Octets, octets
+from kit.data.stores.counters import Counters
+from kit.data.stores.transfer import Octets, octets
 from kit.data.stores.url import store_error
 from kit.errors import StoreError
 

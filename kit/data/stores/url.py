@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import difflib
 import errno
 import os
 import re
@@ -133,9 +132,8 @@ def _check_remote(url: str, scheme: str) -> None:
     if scheme in _WRAPPERS:
         raise StoreError(f"{redact(url)}: {scheme}:// wraps another URL; give the URL of the store itself")
     if scheme not in known:
-        close = difflib.get_close_matches(scheme, known, n=1)
-        hint = f"did you mean {close[0]}://?" if close else "use a path, gs://, s3://, az://, https:// or memory://"
-        raise StoreError(f"{redact(url)}: unknown scheme {scheme}://; {hint}")
+        hint = did_you_mean(scheme, known, "use a path, gs://, s3://, az://, https:// or memory://")
+        raise StoreError(f"{redact(url)}: unknown scheme {scheme}://{hint}")
     parts = urlsplit(url)
     if "@" in parts.netloc:
         raise StoreError(f"{redact(url)}: the URL carries credentials; leave them out and set credentials to env:NAME")

@@ -21,10 +21,11 @@ import numpy as np
 
 from kit.chunks.requests import Run
 from kit.data.dataset import Dataset
+from kit.data.stores.counters import Counters
 from kit.data.stores.disk_cache import WHOLE, Entries, Part, name_of
 from kit.data.stores.http import Client, Get
 from kit.data.stores.manifest import ObjectRecord
-from kit.data.stores.transfer import Counters, Octets
+from kit.data.stores.transfer import Octets
 from kit.data.stores.url import redact
 from kit.data.stream.chunk_cache import Chunk, ChunkRequest
 from kit.data.stream.codec import ABSENT, FetchOnceCache, Index, ResolvedFuture

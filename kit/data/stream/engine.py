@@ -23,8 +23,8 @@ from numpy.typing import NDArray
 
 from kit.chunks.requests import Coalescing
 from kit.data.dataset import Dataset
+from kit.data.stores.counters import Counters
 from kit.data.stores.disk_cache import ReadCache
-from kit.data.stores.transfer import Counters
 from kit.data.stream.memory import Allocate, Arrays, ReaderPlan
 from kit.data.stream.reader import Reader
 from kit.data.stream.receive import WINDOWS_DECODED
@@ -106,7 +106,7 @@ class Engine:
 
     @property
     def counters(self) -> dict[str, int]:
-        """What this process has read; names as in `kit.data.stores.transfer`."""
+        """What this process has read; names as in `kit.data.stores.counters`."""
         counts = self._counters.values()
         if self._reader is not None:
             counts["samples_read"] += self._reader.samples_under_way

@@ -43,8 +43,8 @@ from kit.chunks.requests import Coalescing, Place, c_numbers, morton_numbers, ru
 from kit.chunks.resources import HOLES_SHARE, KEPT_AT_ONCE, READY_TOO, TRANSIENT_SHARE
 from kit.data.dataset import Dataset, XarrayStore
 from kit.data.samples import SamplePlan
+from kit.data.stores.counters import Counters
 from kit.data.stores.disk_cache import WHOLE, Entries
-from kit.data.stores.transfer import Counters
 from kit.data.stores.url import run_sync, sizes_of_objects
 from kit.data.stream.cached import KnownObjects, ObjectNames
 from kit.data.stream.codec import ABSENT, INDEX_CHECKSUM_BYTES, INDEX_ENTRY_BYTES, FetchOnceCache, Index, StoredArray

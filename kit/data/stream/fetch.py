@@ -33,12 +33,13 @@ from kit.chunks.requests import Run
 from kit.data.dataset import XarrayStore
 from kit.data.joined import JoinedStore
 from kit.data.stores.auth import Address, address_of
+from kit.data.stores.counters import Counters
 from kit.data.stores.foreign import PrefixStore
 from kit.data.stores.fsspec import RemoteStore
 from kit.data.stores.http import Client, Get, HttpClient
 from kit.data.stores.local import Folder
 from kit.data.stores.metadata import DescribedStore, UnreachableStore
-from kit.data.stores.transfer import Counters, Octets, Retries, octets
+from kit.data.stores.transfer import Octets, Retries, octets
 from kit.data.stores.url import redact, store_error
 from kit.data.stream.chunk_cache import Chunk, ChunkRequest
 from kit.data.stream.codec import Index, ResolvedFuture, ShardIndexes, StoredArray

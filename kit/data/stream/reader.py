@@ -21,8 +21,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kit.chunks.requests import LOCAL_GAP_BYTES, Coalescing
+from kit.data.stores.counters import Counters
 from kit.data.stores.http import HttpClient
-from kit.data.stores.transfer import Counters
 from kit.data.stores.url import redact, run_sync
 from kit.data.stream.cached import CachedRequests, ObjectNames
 from kit.data.stream.chunk_cache import BatchPart, Chunk, ChunkRequest
@@ -326,11 +326,7 @@ def _part_read(batch: JobGroup[Arrays], coming: int) -> float:
 
 
 def _forget_unmatched(
-    known: NDArray[np.bool_],
-    offsets: NDArray[np.int64],
-    axis: int,
-    values: NDArray[Any],
-    valid: NDArray[np.bool_],
+    known: NDArray[np.bool_], offsets: NDArray[np.int64], axis: int, values: NDArray[Any], valid: NDArray[np.bool_]
 ) -> None:
     """Make missing, in `(sample, *dims)`, what has no match along a dimension."""
     places = offsets[:, None] + np.arange(valid.shape[1 + axis])

@@ -29,7 +29,8 @@ from numpy.typing import NDArray
 
 from kit.chunks.requests import Coalescing, Run, runs
 from kit.chunks.resources import HOLES_SHARE, READY_TOO, TRANSIENT_SHARE
-from kit.data.stores.transfer import LARGEST_BYTES, Counters, Octets
+from kit.data.stores.counters import Counters
+from kit.data.stores.transfer import LARGEST_BYTES, Octets
 from kit.data.stores.url import redact
 from kit.data.stream.chunk_cache import BatchPart, Chunk, ChunkCache, ChunkRequest, ChunkResponse
 from kit.data.stream.codec import FetchOnceCache, Index, ShardIndexes, damage

@@ -10,12 +10,9 @@ It is built only when its query has come to its end. `ChunkBudget` bounds its me
 `ORDER_BYTES` a row for their order, and a copy of the rows that this rank serves; the first two go when the third is
 made.
 
-`EventPlan` says which batch of which rank each entity belongs to. Pure numpy; only the number of entities of each query
-chunk is kept. An epoch goes through the query chunks in an order drawn from (seed, epoch), and through the entities of
-each in one drawn from (seed, epoch, query chunk). A step's global batch is a run of consecutive places in it, cut into
-one run per rank. So every entity comes exactly once per epoch over all ranks, every rank takes the same number of steps
-and none an empty batch, and 1 rank × 2B sees the same global batches as 2 ranks × B. A remainder smaller than the world
-size joins the last batch.
+`EventPlan` says which batch of which rank each entity belongs to; the invariant is that of `kit.data.samples`. Pure
+numpy; only the number of entities of each query chunk is kept. An epoch goes through the query chunks in an order drawn
+from (seed, epoch), and through the entities of each in one drawn from (seed, epoch, query chunk).
 
 `QueryModel` predicts the memory by the number of query chunks. One is in memory at a time; the largest has more rows
 than the mean one, because entities are whole:
@@ -57,13 +54,14 @@ import threading
 from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
-from statistics import NormalDist, fmean
+from statistics import fmean
 from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 from numpy.typing import NDArray
 from typing_extensions import override
 
+from kit.chunks.requests import largest_normal
 from kit.data.epochs import segments_after
 from kit.data.places import generator_of
 from kit.data.samples import EpochPlan
@@ -511,8 +509,8 @@ class QueryModel:
         if self.listed_entities:
             return min(self.rows, math.ceil(max(mean, biggest)))
         spread = math.sqrt(max(self.squares, self.rows) * (1 - 1 / count) / count)
-        highest = NormalDist().inv_cdf((count - 0.375) / (count + 0.25))
-        return min(self.rows, math.ceil(max(mean + highest * spread, biggest + (self.rows - biggest) / count)))
+        highest = mean + largest_normal(count) * spread
+        return min(self.rows, math.ceil(max(highest, biggest + (self.rows - biggest) / count)))
 
     def client_bytes(self, count: int) -> int:
         """What the reader's process needs at its highest, on top of its libraries."""

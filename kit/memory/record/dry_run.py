@@ -75,14 +75,7 @@ from kit.confinement.confine import confined, hooks_begin
 from kit.confinement.stand_ins import Refusals, overridden, replaced
 from kit.errors import ConfigError, KitError, KitWarning, Problem
 from kit.machine.processes import garbage_collection_paused
-from kit.memory.record.batches import (
-    Batches,
-    evaluation_loaders_of,
-    fake_loaders,
-    loaders_of,
-    look_at,
-    look_for_real,
-)
+from kit.memory.record.batches import Batches, evaluation_loaders_of, fake_loaders, loaders_of, look_at, look_for_real
 from kit.memory.record.fake_mode import FakeMode, imports_with_numbers, rules_found_once
 from kit.memory.record.fakes import FakeValues, fake_values, not_traced, saving_shapes
 from kit.memory.record.recorder import BlockRecorder, Observer

@@ -1,10 +1,8 @@
 """When a training loop frees its gradients, what those of the last step hold meanwhile, and what freeing them saves.
 
-Where the free ones go decides the peak: Lightning clears gradients between the forward and the backward pass, so that
-those of the last step lie beside all activations of the next, while most loops written by hand clear them first. The
-order is read from a recording of two steps. `freed_after_step` is the same recording with these gradients freed as soon
-as the optimizer has stepped, which is what `levers.zero_grad_after_step` does; its peak is exact, since nothing else
-moves.
+That decides the peak (see `kit.train.levers`); most loops written by hand clear them before the forward pass. The order
+is read from a recording of two steps. `freed_after_step` is the same recording with these gradients freed as soon as
+the optimizer has stepped, as `levers.zero_grad_after_step` does it; its peak is exact, since nothing else moves.
 """
 
 from __future__ import annotations

@@ -190,16 +190,11 @@ class Replay:
     """The request at which it ended, or None when all events were played."""
 
 
-def replay(
-    recording: Recording,
-    *,
-    capacity_bytes: int | None = None,
-    expandable_segments: bool = False,
-    fixed_bytes: int = 0,
-) -> Replay:
-    """Play a recording; `capacity_bytes` is what the allocator may reserve, `fixed_bytes` are held all along."""
-    play = _play_cached if is_cached(recording) else _play_uncached
-    return play(recording, capacity_bytes, expandable_segments, fixed_bytes)
+def replay(recording: Recording, *, capacity_bytes: int | None = None, expandable_segments: bool = False) -> Replay:
+    """Play a recording; `capacity_bytes` is what the allocator may reserve."""
+    if is_cached(recording):
+        return _play_cached(recording, capacity_bytes, expandable_segments)
+    return _play_uncached(recording, capacity_bytes)
 
 
 def is_cached(recording: Recording) -> bool:
@@ -207,7 +202,7 @@ def is_cached(recording: Recording) -> bool:
     return recording.rounding_bytes == MIN_BLOCK_BYTES
 
 
-def _play_cached(recording: Recording, capacity_bytes: int | None, expandable: bool, fixed_bytes: int) -> Replay:
+def _play_cached(recording: Recording, capacity_bytes: int | None, expandable: bool) -> Replay:
     allocator = CachingAllocator(capacity_bytes, expandable)
     blocks, allocates = recording.event_block.tolist(), recording.event_allocates.tolist()
     sizes, streams = recording.block_bytes.tolist(), recording.block_stream.tolist()
@@ -215,9 +210,7 @@ def _play_cached(recording: Recording, capacity_bytes: int | None, expandable: b
     alive: dict[int, Block] = {}
     reserved: list[int] = []
     malloc, free, note = allocator.malloc, allocator.free, reserved.append
-    started = not fixed_bytes or malloc(fixed_bytes) is not None
-    base = allocator.allocated_bytes
-    for block, allocate in zip(blocks, allocates, strict=True) if started else ():
+    for block, allocate in zip(blocks, allocates, strict=True):
         if not sizes[block]:
             pass
         elif allocate:
@@ -230,7 +223,7 @@ def _play_cached(recording: Recording, capacity_bytes: int | None, expandable: b
             free(alive.pop(block))
         note(allocator.reserved_bytes)
     held_bytes = np.array(held, dtype=np.int64)
-    allocated = base + np.cumsum(changes(recording, held_bytes))[: len(reserved)]
+    allocated = np.cumsum(changes(recording, held_bytes))[: len(reserved)]
     return Replay(
         allocated_bytes=allocated, reserved_bytes=np.array(reserved, dtype=np.int64), held_bytes=held_bytes,
         peak_allocated_bytes=allocator.peak_allocated_bytes, peak_reserved_bytes=allocator.peak_reserved_bytes,
@@ -238,17 +231,17 @@ def _play_cached(recording: Recording, capacity_bytes: int | None, expandable: b
     )  # fmt: skip
 
 
-def _play_uncached(recording: Recording, capacity_bytes: int | None, _expandable: bool, fixed_bytes: int) -> Replay:
+def _play_uncached(recording: Recording, capacity_bytes: int | None) -> Replay:
     held = recording.rounded_bytes
-    allocated = fixed_bytes + np.cumsum(changes(recording, held))
+    allocated = np.cumsum(changes(recording, held))
     over = np.flatnonzero(allocated > (np.inf if capacity_bytes is None else capacity_bytes))
     failed = None
     if len(over):
         event = int(over[0])
-        before = int(allocated[event - 1]) if event else fixed_bytes
+        before = int(allocated[event - 1]) if event else 0
         failed = OutOfMemory(int(held[recording.event_block[event]]), before, before)
         allocated = allocated[:event]
-    peak = max(int(allocated.max(initial=0)), fixed_bytes)
+    peak = int(allocated.max(initial=0))
     return Replay(
         allocated_bytes=allocated, reserved_bytes=allocated, held_bytes=held, peak_allocated_bytes=peak,
         peak_reserved_bytes=peak, retries=0, out_of_memory=failed,

@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import functools
 import io
-import os
 import pickle
 import re
 import sys
@@ -34,6 +33,7 @@ from numpy.typing import NDArray
 from typing_extensions import override
 
 from kit.errors import TrialError
+from kit.json_text import write_whole
 from kit.memory.replay.allocator import ACTIVE, MIN_BLOCK_BYTES, Block, CachingAllocator
 from kit.memory.replay.estimate import alive_after
 from kit.memory.replay.replay import CATEGORIES, PHASES, Recording
@@ -50,22 +50,8 @@ NO_LINE = {
 """Owners that are no line of code, in words."""
 
 
-def write_snapshot(
-    path: str | Path,
-    recording: Recording,
-    *,
-    capacity_bytes: int | None = None,
-    expandable_segments: bool = False,
-) -> Path:
-    """Write `to_snapshot` to a file, in one step, and return its path."""
-    snapshot = to_snapshot(recording, capacity_bytes=capacity_bytes, expandable_segments=expandable_segments)
-    return save_snapshot(path, snapshot)
-
-
 def save_snapshot(path: str | Path, snapshot: Mapping[str, Any], most_bytes: int | None = None) -> Path:
     """Write a snapshot to a file, in one step; of a trace that is too long for `most_bytes` the end is kept."""
-    target = Path(path)
-    draft = target.with_name(f".{target.name}.{os.getpid()}.tmp")
     stacks: dict[str, Any] = {}
     kept = {**snapshot, "device_traces": [[_slim(entry, stacks) for entry in one] for one in snapshot["device_traces"]]}
     kept["segments"] = [
@@ -75,12 +61,7 @@ def save_snapshot(path: str | Path, snapshot: Mapping[str, Any], most_bytes: int
     while most_bytes is not None and len(data) > most_bytes and any(kept["device_traces"]):
         kept["device_traces"] = [one[len(one) - len(one) // 2 :] for one in kept["device_traces"]]
         data = pickle.dumps(kept)
-    try:
-        draft.write_bytes(data)
-        draft.replace(target)
-    finally:
-        draft.unlink(missing_ok=True)
-    return target
+    return write_whole(Path(path), data)
 
 
 def _slim(entry: Entry, stacks: dict[str, Any]) -> Entry:

@@ -152,9 +152,7 @@ class _Timer(Callback):
         return statistics.median(after - before for before, after in itertools.pairwise(self._ends[least:]))
 
     @override
-    def on_train_batch_end(
-        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
-    ) -> None:
+    def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
         if pl_module.device.type == "cuda":
             torch.cuda.synchronize(pl_module.device)
         self._ends.append(time.perf_counter())

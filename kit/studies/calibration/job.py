@@ -30,7 +30,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import cloudpickle
 from lightning.pytorch import seed_everything
 
 from kit.config import Config
@@ -71,7 +70,7 @@ from kit.studies.calibration.search import (
     worker_counts,
 )
 from kit.trial.context import Context, cache_folders
-from kit.trial.fit_job import make_data, show_cells
+from kit.trial.fit_job import make_data
 from kit.trial.payload import Part
 from kit.units import format_bytes, format_count, format_seconds
 
@@ -84,9 +83,7 @@ def calibrate(context: Context) -> None:
     """Measure on rank 0 and leave the result in the run directory."""
     stopped = False
     if context.rank == 0:
-        payload = cloudpickle.loads(context.paths.payload.read_bytes())
-        context.cells = payload["cells"]
-        show_cells(context.cells)
+        payload = context.load_payload()
         seed_everything(context.config.training.seed, workers=True, verbose=False)
         try:
             data = make_data(payload["data"], context.config)
@@ -120,7 +117,7 @@ def calibrated(context: Context, data: dict[str, Any]) -> dict[str, Any]:
 
 
 def _in_child(context: Context, data: dict[str, Any]) -> None:
-    module = cloudpickle.loads(context.paths.payload.read_bytes())["module"]
+    module = context.load_payload()["module"]
     saved_path(context.config).parent.mkdir(parents=True, exist_ok=True)
     own = [context.paths.directory, saved_path(context.config).parent, *cache_folders(context.config)]
     confine_process(context.paths.scratch, own, may_start_programs=True)

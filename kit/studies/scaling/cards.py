@@ -10,8 +10,6 @@ Known error: that of predicted speeds, whose range is in every row. Two rows who
 
 from __future__ import annotations
 
-import csv
-import io
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,12 +17,13 @@ from typing import Any
 
 from kit.arguments import config_first
 from kit.errors import ConfigError, Problem
+from kit.json_text import written
 from kit.memory.replay.cards import COMMON_CARDS, find_card
 from kit.registry import Drawable
 from kit.speed.prediction import predict_speed
 from kit.studies.scaling.bill import RunPrices, prices_of
 from kit.studies.scaling.predict import BigRun, BigRunRow, predict_run
-from kit.tables import MISSING, ResultRows, WaitingLine, html_list, html_table, text_table
+from kit.tables import MISSING, ResultRows, WaitingLine, csv_text, html_list, html_table, text_table
 from kit.units import format_amount, format_bytes, format_count, format_seconds
 
 _COLUMNS = ("card", "devices", "memory", "samples/s", "whole run", "range", "device-hours")
@@ -129,17 +128,13 @@ class CardComparison(ResultRows[CardRow], Drawable):
             "devices", "strategy", "total_seconds", "low_seconds", "high_seconds", "samples_per_second", "device_hours",
             "money", "fits", "bound",
         )  # fmt: skip
-        stream = io.StringIO()
-        writer = csv.writer(stream, lineterminator="\n")
-        writer.writerow(["card", *names, "reserved_bytes", "watt_hours"])
+        cells = []
         for row in self:
             memory = row.run.memory
             reserved = None if memory is None else memory.device_reserved_bytes
             values = [getattr(row.run, name) for name in names]
-            writer.writerow([row.card, *values, reserved, row.run.watt_hours[0]])
-        if path is not None:
-            Path(path).write_text(stream.getvalue(), encoding="utf-8")
-        return stream.getvalue()
+            cells.append([row.card, *values, reserved, row.run.watt_hours[0]])
+        return written(csv_text(["card", *names, "reserved_bytes", "watt_hours"], cells), path)
 
     @property
     def _headline(self) -> str:

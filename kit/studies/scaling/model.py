@@ -34,6 +34,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal
 
+from kit.chunks.requests import largest_normal
 from kit.errors import PlanError
 from kit.records.ratios import TRIAL_DEVIATION
 from kit.speed.links import Link, Reached, Traffic, waited_for
@@ -195,7 +196,7 @@ class Scaling:
         low = together(self._compute(devices) + self._ring(devices, "most")) / (1 + uncertain)
         # With one count measured it is not known how much ranks slow each other.
         assumed = None if self.fitted else _UNMEASURED_CONTENTION["cpu" if self.cluster.on_cpu else "gpu"]
-        straggling = self.base.most_deviation_seconds * _largest_of(devices)
+        straggling = self.base.most_deviation_seconds * largest_normal(devices)
         worst = max(exchange, self._full_ring(devices, "least") + straggling)
         train = self._compute(devices, assumed) + worst
         high = (together(train) + (_NEAR_A_TIE * min(train, data) if ahead else 0.0)) * (1 + uncertain)
@@ -255,7 +256,7 @@ class Scaling:
         """With the backward pass hiding what it can, and nothing; the slowest rank in both."""
         if devices == 1:
             return 0.0, 0.0
-        straggling = self.base.deviation_seconds * _largest_of(devices)
+        straggling = self.base.deviation_seconds * largest_normal(devices)
         return self._ring(devices, "usual") + straggling, self._full_ring(devices, "usual") + straggling
 
     def _ring(self, devices: int, reached: Reached) -> float:
@@ -343,13 +344,6 @@ class Scaling:
         predicted = (self._compute(step.devices) + self._exchange(step.devices) for step in self.steps)
         measured = (step.train_seconds + step.communication_seconds for step in self.steps)
         return max(abs(theirs / mine - 1) for mine, theirs in zip(predicted, measured, strict=True))
-
-
-def _largest_of(count: int) -> float:
-    """Expected largest of so many standard normal numbers."""
-    if count < 2:
-        return 0.0
-    return statistics.NormalDist().inv_cdf((count - 0.375) / (count + 0.25))
 
 
 def counts_up_to(most: int) -> Sequence[int]:

@@ -13,8 +13,6 @@ known, the dry runs of `kit.predict_memory`. Seconds, bytes and watt-hours are i
 
 from __future__ import annotations
 
-import csv
-import io
 import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -24,6 +22,7 @@ from typing import Any
 
 from kit.arguments import check_count, checks_arguments
 from kit.errors import ConfigError, KitError, PlanError, Problem
+from kit.json_text import written
 from kit.machine.machine import hardware
 from kit.memory.prediction import predict_memory
 from kit.memory.replay.cards import THIS_MACHINE
@@ -34,7 +33,7 @@ from kit.speed.links import DEVICES_OF_NODE, Link, find_link, link_within
 from kit.studies.scaling.bill import Power, RunPrices, carbon_reasons, power_of, prices_of
 from kit.studies.scaling.measured import MeasuredScaling, measure, strategy_for
 from kit.studies.scaling.model import MOST_DEVICES, Bound, Cap, Cluster, Point, Scaling, Step
-from kit.tables import html_list, html_table, text_table
+from kit.tables import csv_text, html_list, html_table, text_table
 from kit.trial.directory import contents_to_run
 from kit.units import format_amount, format_bytes, format_count, format_seconds
 
@@ -369,13 +368,8 @@ class BigRun(Drawable):
             "devices", "strategy", "seconds_per_epoch", "total_seconds", "low_seconds", "high_seconds",
             "samples_per_second", "efficiency", "device_hours", "money", "grams", "bound",
         )  # fmt: skip
-        stream = io.StringIO()
-        writer = csv.writer(stream, lineterminator="\n")
-        writer.writerow([*names, "watt_hours", "fits"])
-        writer.writerows([*(getattr(row, name) for name in names), row.watt_hours[0], row.fits] for row in self.rows)
-        if path is not None:
-            Path(path).write_text(stream.getvalue(), encoding="utf-8")
-        return stream.getvalue()
+        cells = ([*(getattr(row, name) for name in names), row.watt_hours[0], row.fits] for row in self.rows)
+        return written(csv_text([*names, "watt_hours", "fits"], cells), path)
 
     @property
     def length(self) -> str:

@@ -88,16 +88,6 @@ def test_a_replay_ends_where_memory_runs_out():
     assert limited.reserved_bytes.max() <= free.peak_reserved_bytes // 2
 
 
-def test_fixed_bytes_are_held_all_along():
-    recording = training_recording()
-    for rounding in (512, 1):
-        recording = training_recording(rounding_bytes=rounding)
-        with_fixed, without = replay(recording, fixed_bytes=16 * MIB), replay(recording)
-        assert (with_fixed.allocated_bytes == without.allocated_bytes + 16 * MIB).all()
-        assert with_fixed.peak_allocated_bytes == without.peak_allocated_bytes + 16 * MIB
-    assert replay(recording, capacity_bytes=MIB, fixed_bytes=2 * MIB).out_of_memory is not None
-
-
 @pytest.mark.parametrize("rounding", [512, 1])
 def test_an_empty_recording_needs_nothing(rounding):
     recording = RecordingBuilder(rounding).build()

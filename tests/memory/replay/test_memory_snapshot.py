@@ -20,7 +20,6 @@ from kit.memory.replay.snapshot import (
     read_snapshot,
     save_snapshot,
     to_snapshot,
-    write_snapshot,
 )
 
 MIB = 1 << 20
@@ -31,7 +30,7 @@ def test_torchs_viewer_loads_a_snapshot_and_agrees_on_its_totals(tmp_path, expan
     from torch.cuda import _memory_viz as viewer
 
     recording = training_recording()
-    path = write_snapshot(tmp_path / "snapshot.pickle", recording, expandable_segments=expandable)
+    path = save_snapshot(tmp_path / "snapshot.pickle", to_snapshot(recording, expandable_segments=expandable))
     assert [file.name for file in tmp_path.iterdir()] == ["snapshot.pickle"]
     snapshot = pickle.loads(path.read_bytes())
     played = replay(recording, expandable_segments=expandable)
