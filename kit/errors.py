@@ -187,5 +187,13 @@ def first_few(names: Sequence[str], most: int) -> str:
 
 
 def first_line(error: BaseException) -> str:
-    """What an error says, without the statement, file or traceback that it quotes below."""
-    return (str(error).strip().splitlines() or [type(error).__name__])[0]
+    """What an error says, without the statement, file, module or traceback that it quotes below or between."""
+    lines = [line.strip() for line in str(error).strip().splitlines()] or [type(error).__name__]
+    first, last = lines[0], lines[-1]
+    if first.endswith("(") and last.startswith(
+        ")"
+    ):  # `Model(...) argument after ** must be a mapping`, over many lines
+        return f"{first}…{last}"
+    if first.endswith(":") and len(lines) > 1:
+        return f"{first} {lines[1]}"
+    return first

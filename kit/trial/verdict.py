@@ -36,7 +36,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from kit.config import Config
-from kit.errors import KitError, StoreError
+from kit.errors import KitError, StoreError, first_line
 from kit.events import Event, number
 from kit.json_text import read_json
 from kit.trial.directory import RunPaths
@@ -385,15 +385,18 @@ _WAYS_OUT = {
         "training_step must return one number, such as loss.mean()",
     "does not require grad and does not have a grad_fn":
         "the loss depends on no parameter that is trained: look for detach, no_grad and requires_grad_(False)",
+    "argument after ** must be a mapping":
+        "a batch is no dict: let the samples be dicts, or give the DataLoader a collate_fn that makes one",
     "Early stopping conditioned on metric": _OF_VALIDATION, "could not find the monitored key": _OF_VALIDATION,
 }  # fmt: skip
 """Words of torch and Lightning for mistakes that they find where no line of the user's runs."""
 
 
 def _text(error: BaseException) -> str:
-    lines = [line.strip() for line in str(error).strip().splitlines()]
-    first = " ".join(lines) if isinstance(error, KitError) else lines[0] if lines else ""
-    return f"{type(error).__name__}: {first}" if first else type(error).__name__
+    if not (whole := str(error).strip()):
+        return type(error).__name__
+    first = " ".join(line.strip() for line in whole.splitlines()) if isinstance(error, KitError) else first_line(error)
+    return f"{type(error).__name__}: {first}"
 
 
 def _cause(root: BaseException, error: BaseException, action: str) -> str:

@@ -73,7 +73,7 @@ from typing_extensions import override
 from kit.config import Config
 from kit.confinement.confine import confined, hooks_begin
 from kit.confinement.stand_ins import Refusals, overridden, replaced
-from kit.errors import ConfigError, KitError, KitWarning, Problem
+from kit.errors import ConfigError, KitError, KitWarning, Problem, first_line
 from kit.machine.processes import garbage_collection_paused
 from kit.memory.record.batches import Batches, evaluation_loaders_of, fake_loaders, loaders_of, look_at, look_for_real
 from kit.memory.record.fake_mode import FakeMode, imports_with_numbers, rules_found_once
@@ -541,8 +541,8 @@ def _is_refusal(error: Exception) -> bool:
 
 
 def _first_line(error: Exception) -> str:
-    lines = str(error).strip().splitlines()
-    return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
+    kind = type(error).__name__
+    return f"{kind}: {first_line(error)}" if str(error).strip() else kind
 
 
 def known_parts(module: LightningModule, trainer: Trainer, batch_size: int, rounding_bytes: int) -> Recording:
