@@ -638,6 +638,8 @@ def not_traced(answers: FakeValues) -> Iterator[None]:
         if not isinstance(value, FakeTensor) or value.constant is not None:
             return False
         if not value.is_floating_point():
+            if "mask" not in Path(sys._getframe(2).f_code.co_filename).name:
+                return True  # who asks reads no mask: whether there is padding where no mask is given, for a warning
             hides_nothing = same_number(value) == 1
             kind = (
                 "nothing, as in each sample looked at: with padding attention may hold more"

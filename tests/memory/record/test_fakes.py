@@ -377,17 +377,28 @@ def test_a_package_that_asks_for_fake_tensors_takes_short_sequences_step_by_step
     utils = types.ModuleType("transformers.utils.import_utils")
     utils.is_fake_tensor = is_fake = lambda value: isinstance(value, FakeTensor)
     monkeypatch.setitem(sys.modules, "transformers.utils.import_utils", utils)
+
+    def asked_in(file):
+        """A function of that file which asks as the package does."""
+        lines = "def is_tracing(value): return utils.is_fake_tensor(value)\ndef ask(value): return is_tracing(value)"
+        scope = {"utils": utils}
+        exec(compile(lines, file, "exec"), scope)
+        return scope["ask"]
+
+    of_mask, of_padding = asked_in("transformers/masking_utils.py"), asked_in("transformers/modeling_utils.py")
     with fake_values() as answers, FakeMode(), not_traced(answers):
         mask, short, long = torch.empty(2, 8), torch.empty(2, 64, 512), torch.empty(2, 2048, 512)
-        assert [utils.is_fake_tensor(value) for value in (mask.bool(), short)] == [True, False]
+        assert of_padding(mask.long()), "for a warning alone"
+        assert not answers.notes
+        assert [of_mask(value) for value in (mask.bool(), short)] == [True, False]
         known = torch.ones(2, 8).bool()
         assert known.all()
-        assert not utils.is_fake_tensor(known)
+        assert not of_mask(known)
         (of_masks,) = answers.notes
         assert of_masks.startswith(MASKED)
         full = TensorShape((512, 512), torch.int64, is_ones=True).make()
-        assert not utils.is_fake_tensor(full)
-        assert utils.is_fake_tensor(long)
+        assert not of_mask(full)
+        assert of_mask(long)
         assert [note.startswith(MASKED) for note in answers.notes] == [True, True, False]
     assert utils.is_fake_tensor is is_fake
 
