@@ -190,9 +190,7 @@ def first_line(error: BaseException) -> str:
     """What an error says, without the statement, file, module or traceback that it quotes below or between."""
     lines = [line.strip() for line in str(error).strip().splitlines()] or [type(error).__name__]
     first, last = lines[0], lines[-1]
-    if first.endswith("(") and last.startswith(
-        ")"
-    ):  # `Model(...) argument after ** must be a mapping`, over many lines
+    if first.endswith("(") and last.startswith(")"):  # a call that torch shows with its module
         return f"{first}…{last}"
     if first.endswith(":") and len(lines) > 1:
         return f"{first} {lines[1]}"

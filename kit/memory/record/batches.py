@@ -27,14 +27,14 @@ from lightning.pytorch.utilities import CombinedLoader
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
 from torch.nn.utils.rnn import PackedSequence
-from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler, SequentialSampler
 
 from kit.config import Config
 from kit.data.build.open_source import load_source
 from kit.data.open_dataset import open_dataset
 from kit.data.patches.module import EpochData, PatchData
 from kit.data.rows.loader import RowData
-from kit.errors import ConfigError, Problem
+from kit.errors import ConfigError, Problem, first_line
 from kit.memory.record.samples import (
     AS_LONG,
     ENDLESS,
@@ -194,8 +194,8 @@ def _collatable(loader: DataLoader[Any], size: int) -> Samples:
     """The largest samples.
 
     Raises:
-        ConfigError: when the loader's own function cannot collate two unlike ones and batches have such, as they are
-            drawn at random. Another sampler may put like ones together, which is then a note.
+        ConfigError: when the loader's own function cannot collate two unlike ones and batches have such: they are
+            drawn at random, or the first one does. Another sampler may put like ones together, which is then a note.
     """
     samples = largest_samples(loader, size)
     share = samples.mean_fraction if size == 1 else samples.padded_fraction
@@ -203,9 +203,9 @@ def _collatable(loader: DataLoader[Any], size: int) -> Samples:
         try:
             both = describe(loader.collate_fn(list(samples.unlike)))
         except Exception as error:
-            cause = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
+            cause = f"{type(error).__name__}: {first_line(error)}"
             told = f"samples that differ in size fit no batch ({cause})"
-            if type(loader.sampler) is RandomSampler:
+            if type(loader.sampler) is RandomSampler or _first_fails(loader, size):
                 message = f"{told}; give the DataLoader a collate_fn that pads them, or make them of one size"
                 raise ConfigError([Problem("data", message)]) from error
             samples = replace(samples, notes=(*samples.notes, f"{told}: batches were taken to be of one size"))
@@ -215,6 +215,18 @@ def _collatable(loader: DataLoader[Any], size: int) -> Samples:
     if not samples.unlike:
         return samples
     return replace(samples, notes=(samples.notes[0] + ON_AVERAGE.format(share), *samples.notes[1:]))
+
+
+def _first_fails(loader: DataLoader[Any], size: int) -> bool:
+    """Whether the first batch of a loader that goes through its data in order is one that cannot be put together."""
+    if type(loader.sampler) is not SequentialSampler or isinstance(loader.dataset, IterableDataset):
+        return False
+    dataset: Any = loader.dataset
+    try:
+        loader.collate_fn([dataset[index] for index in range(min(size, len(dataset)))])
+    except Exception:
+        return True
+    return False
 
 
 def _lie_in_a_row(both: Batches, collate: Callable[[list[Any]], Any], unlike: Sequence[Any]) -> bool:

@@ -111,7 +111,7 @@ def test_samples_that_fit_no_batch_are_refused_where_they_are_drawn_at_random(lo
     with pytest.raises(ConfigError, match=r"equal size.*collate_fn"):
         look(DataLoader(data, batch_size=2, shuffle=True))
     assert look(DataLoader(data, batch_size=1, shuffle=True)).tensors[0].shape == (1, 5)
-    in_order = look(DataLoader(data, batch_size=2))
+    in_order = look(DataLoader(Lengths([3, 3, 5, 5]), batch_size=2))
     assert in_order.tensors[0].shape == (2, 5)
     assert "equal size" in in_order.notes[-1]
 
@@ -168,3 +168,12 @@ def test_the_lengths_of_a_batch_are_those_of_one_as_large_as_they_come():
 )
 def test_where_a_batch_may_be_of_one_length_all_are_as_long_as_the_longest(lengths, options):
     assert told(lengths, **options) == [9] * 8
+
+
+def test_a_loader_in_order_whose_first_batch_cannot_be_put_together_is_refused():
+    data = Lengths([5, 9] * 40)
+    with pytest.raises(ConfigError, match="pads"):
+        look_at(DataLoader(data, batch_size=4, collate_fn=torch.stack))
+    alike = look_at(DataLoader(Lengths([5] * 40 + [9] * 40), batch_size=4, collate_fn=torch.stack))
+    assert alike.tensors[0].shape == (4, 9)
+    assert "one size" in alike.notes[1]
