@@ -318,3 +318,12 @@ def test_numbers_and_arrays_of_numpy_are_taken_where_python_has_its_own():
     assert large.memory_bytes == 200_000_000_000
     schedule = kit.data.advise_schedule(cores=numpy.int64(20), ranks=1, memory_bytes=numpy.int64(10**11))
     assert schedule.reasons == kit.data.advise_schedule(cores=20, ranks=1, memory_bytes=1e11).reasons
+
+
+def test_blocks_that_are_not_checkpointed_are_told():
+    from kit.testing import TinyModule
+
+    blocks = kit.Config().replace({"levers.checkpoint_blocks": ["0-3"]})
+    with pytest.warns(KitWarning, match="checkpoint_blocks"):
+        warn_of_unused(Part.of(TinyModule), Part.of(TinyModule), blocks)
+    warn_of_unused(Part.of(TinyModule), Part.of(TinyModule), blocks.replace({"levers.gradient_checkpointing": True}))

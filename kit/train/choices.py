@@ -194,6 +194,12 @@ REFUSED = {
     "profiler": "a trial times its steps with a profiler of its own; kit.studies.profile runs the others",
 }
 """Arguments of the Trainer that a trial cannot take, and why."""
+_OF_OTHERS = dict.fromkeys(
+    ("ckpt_path", "resume_from_checkpoint"),
+    "a trial begins anew: load weights where the module is made; what kit.commit writes goes on from its last "
+    "checkpoint",
+)
+"""The same of arguments that the Trainer does not have, or has no more."""
 PASSED = (
     "benchmark", "check_val_every_n_epoch", "detect_anomaly", "deterministic", "enable_autolog_hparams",
     "enable_checkpointing", "enable_model_summary", "enable_progress_bar", "gradient_clip_algorithm", "inference_mode",
@@ -241,8 +247,8 @@ def trainer_flags(given: object, config: Config, manual: bool = False) -> dict[s
             if value != config.get(field):
                 problems.append((name, f"{value!r}, but {field} says it, and is {config.get(field)!r}; set it there"))
             del flags[name]
-        elif name in REFUSED:
-            problems.append((name, REFUSED[name]))
+        elif name in REFUSED or name in _OF_OTHERS:
+            problems.append((name, REFUSED.get(name) or _OF_OTHERS[name]))
         elif name not in PASSED:
             known = (*PASSED, *SAID_BY_CONFIG)
             fields = paths_of(str(name))

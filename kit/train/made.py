@@ -15,6 +15,7 @@ from typing import Any
 
 from lightning.pytorch import LightningDataModule, LightningModule
 from lightning.pytorch.utilities.model_helpers import is_overridden
+from torch import nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 from typing_extensions import override
 
@@ -159,6 +160,8 @@ def no_module(given: object, value: Any) -> ConfigError:
         found = f"the class {value.__name__}; return {value.__name__}(), or give the class itself"
     else:
         found = f"{type(value).__name__}, which is no LightningModule"
+        if isinstance(value, nn.Module):
+            found += "; write one that holds it, with training_step and configure_optimizers"
     return ConfigError([Problem("module", f"{given} gave {found}")])
 
 

@@ -124,12 +124,21 @@ def fit(context: Context) -> None:
         if meter is not None:
             meter.end(trainer)
         recorder.end(trainer)
+        if config.trial.keep_best and context.rank == 0 and config.training.monitor not in trainer.callback_metrics:
+            context.writer.write("warned", message=_nothing_kept(config, trainer.callback_metrics))
         for stage in () if recorder.stopped else after:
             started = time.time()
             run_stage(stage, trainer, config, module, data.get("datamodule"))
             context.writer.write("span", name=stage, started=started, ended=time.time())
             if meter is not None:
                 meter.end(trainer)
+
+
+def _nothing_kept(config: Config, logged: Iterable[str]) -> str:
+    """Why a trial that was to keep its best checkpoint has none."""
+    known = ", ".join(logged) or "nothing"
+    validates = "" if config.trial.validate_every_steps else "; a trial validates where trial.validate_every_steps says"
+    return f"trial.keep_best kept nothing: {config.training.monitor} was never logged, but {known}{validates}"
 
 
 def make_module(part: Part, config: Config) -> LightningModule:

@@ -395,7 +395,8 @@ def check_parts(module: Part, data: Part, config: Config) -> None:
 
 
 def warn_of_unused(module: Part, data: Part, config: Config) -> None:
-    """Say that arguments make nothing where module or data is made already, or by a function.
+    """Say what changes nothing: arguments where module or data is made already, or by a function, and blocks to be
+    checkpointed where none is.
 
     Data of kit's own names another place in their stead, as in `kit.fit(recipe, data=kit.data.RowData(other))`.
     """
@@ -409,6 +410,8 @@ def warn_of_unused(module: Part, data: Part, config: Config) -> None:
                 "path to have it made with them"
             )
             warn_caller(message)
+    if config.levers.checkpoint_blocks and not config.levers.gradient_checkpointing:
+        warn_caller("levers.checkpoint_blocks changes nothing while levers.gradient_checkpointing is false")
 
 
 def refuse_unused(module: Part, data: Part, changes: Mapping[str, Any]) -> None:

@@ -87,7 +87,7 @@ def test_every_argument_of_the_trainer_is_in_one_part_of_the_table():
     assert set(SAID_BY_CONFIG.values()) <= {info.path for info in Config.fields()}
 
 
-@pytest.mark.parametrize("name", [*SAID_BY_CONFIG, *REFUSED])
+@pytest.mark.parametrize("name", [*SAID_BY_CONFIG, *REFUSED, "ckpt_path", "resume_from_checkpoint"])
 def test_an_argument_that_a_trial_does_not_take_is_refused_with_what_says_it(name):
     with pytest.raises(ConfigError, match=SAID_BY_CONFIG.get(name) or "trial|kit.fit") as caught:
         trainer_flags({name: 77}, Config())

@@ -241,6 +241,14 @@ def test_kits_own_model_validates_on_the_part_that_is_kept_and_the_row_has_it(ow
     assert trial.figure("metrics").axes[0].lines
 
 
+def test_a_best_checkpoint_of_what_nobody_logs_is_missed_aloud(config):
+    changes = {"training.monitor": "val_loss", "trial.keep_best": True}
+    trial = complete(fit(config().replace(changes), lambda: Logging(0.1), Validated))
+    (said,) = [warning for warning in trial.warnings if "keep_best" in warning]
+    assert "val_loss" in said
+    assert "validate_every_steps" in said
+
+
 def test_a_trial_that_validates_data_of_which_nothing_is_kept_is_refused(own):
     with pytest.raises(ConfigError, match="nothing") as caught:
         fit(own(**{"trial.validate_every_steps": 2}))
