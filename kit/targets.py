@@ -348,6 +348,14 @@ def signature_of(value: str | Callable[..., Any]) -> dict[str, Any] | None:
     return {item.name: item.default for item in parameters if item.kind in kinds}
 
 
+_SHARDING = re.compile(r"shard|parallel|mesh|distribut", re.IGNORECASE)
+
+
+def tells_of_sharding(source: str) -> bool:
+    """Whether a `configure_model` of this source shards or splits what it makes, as far as its words tell."""
+    return _SHARDING.search(source) is not None
+
+
 def class_bodies(text: str, until: str, depth: int = _DEEPEST) -> Iterator[ast.ClassDef]:
     """The class that an import path points to, then those of its bases whose source can be read.
 

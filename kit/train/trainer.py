@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import inspect
 import itertools
 import math
 import os
@@ -50,6 +51,7 @@ from kit.config import Config
 from kit.errors import ConfigError, HardwareError, Problem, warn_caller
 from kit.events import EventWriter
 from kit.sections import Hardware
+from kit.targets import tells_of_sharding
 from kit.train.callbacks import WholeEpochs
 from kit.train.choices import Stage, asked_stages, length_of, strategy_entry, validates_by, validation_interval
 from kit.train.fsdp import check_shards
@@ -329,8 +331,8 @@ def make_strategy(
 ) -> Strategy:
     """The strategy for `world_size` processes of one device each.
 
-    A `module` that overrides `configure_model` shards itself: it gets Lightning's mesh of R data-parallel by S
-    tensor-parallel devices (`fsdp`: all of them data-parallel).
+    A `module` that shards itself in `configure_model` gets Lightning's mesh of R data-parallel by S tensor-parallel
+    devices (`fsdp`: all of them data-parallel). What it only makes there is sharded as any other is.
 
     Raises:
         ConfigError: when the strategy does not fit the number of processes.
@@ -340,9 +342,21 @@ def make_strategy(
         raise ConfigError([Problem("hardware.strategy", message)])
     if hardware.strategy.startswith("fsdp"):
         check_shards(*(hardware.shards or (1, world_size)), world_size)
-    shards_itself = module is not None and is_overridden("configure_model", module)
+    shards_itself = module is not None and _shards_itself(module)
     made: Strategy = instantiate(strategy_entry(hardware, accelerator, world_size, shards_itself=shards_itself))
     return made
+
+
+def _shards_itself(module: LightningModule) -> bool:
+    """Whether `configure_model` shards what it makes, as far as its source tells; where none is at hand, it does."""
+    if not is_overridden("configure_model", module):
+        return False
+    kinds = itertools.takewhile(lambda kind: kind is not LightningModule, type(module).__mro__)
+    makers = (vars(kind).get("configure_model") for kind in kinds)
+    try:
+        return any(tells_of_sharding(inspect.getsource(maker)) for maker in makers if maker is not None)
+    except (OSError, TypeError):
+        return True
 
 
 def stages_after(config: Config, module: LightningModule, datamodule: LightningDataModule | None) -> list[Stage]:

@@ -38,7 +38,7 @@ import cloudpickle
 from kit.config import Config
 from kit.errors import ConfigError, Problem, did_you_mean, warn_caller
 from kit.secrets_in_text import secrets_of
-from kit.targets import class_bodies, digest_of, find_target, path_of, signature_of, takes_any
+from kit.targets import class_bodies, digest_of, find_target, path_of, signature_of, takes_any, tells_of_sharding
 
 Kind = Literal["default", "path", "class", "factory", "instance", "entry", "module"]
 """`module` is data that the module itself makes the loaders of; the value is then the part of the module."""
@@ -699,9 +699,10 @@ def takes_config(target: str) -> bool:
 
 
 def shards_itself(target: str) -> bool:
-    """Whether a class makes or shards layers in `configure_model`, as far as its source tells."""
+    """Whether a class shards its layers in `configure_model`, as far as its source tells."""
     functions = (item for node in class_bodies(target, until="LightningModule") for item in node.body)
-    return any(isinstance(item, ast.FunctionDef) and item.name == "configure_model" for item in functions)
+    makers = (item for item in functions if isinstance(item, ast.FunctionDef) and item.name == "configure_model")
+    return any(tells_of_sharding(ast.unparse(item)) for item in makers)
 
 
 def is_manual(target: str) -> bool:

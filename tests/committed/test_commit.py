@@ -262,11 +262,16 @@ def test_what_a_module_does_for_itself_is_read_from_its_source(small, tmp_path):
     (tmp_path / "nets.py").write_text(
         "from lightning.pytorch import LightningModule\n"
         "class Plain(LightningModule): pass\n"
-        "class Sharded(Plain):\n    def configure_model(self): pass\n"
+        "class Late(Plain):\n    def configure_model(self): self.net = None\n"
+        "class Sharded(Plain):\n    def configure_model(self): fully_shard(self, mesh=self.device_mesh)\n"
         "class Manual(Plain):\n    def __init__(net):\n        net.automatic_optimization = False\n"
         "class Both(Sharded, Manual): pass\n"
     )
-    traits = {name: (shards_itself(f"nets:{name}"), is_manual(f"nets:{name}")) for name in ("Plain", "Sharded", "Both")}
+    traits = {
+        name: (shards_itself(f"nets:{name}"), is_manual(f"nets:{name}"))
+        for name in ("Plain", "Late", "Sharded", "Both")
+    }
+    assert traits.pop("Late") == (False, False)
     assert traits == {"Plain": (False, False), "Sharded": (True, False), "Both": (True, True)}
     asked = gpus(small).replace(
         {"model.target": "nets:Both", "training.gradient_clip_norm": 1.0, "model.arguments": {}}

@@ -37,6 +37,7 @@ PAIRS = {
     "fsdp, manual by method": case("ManualByMethod", "fsdp"),
     "fsdp, manual by forward": case("ManualByForward", "fsdp"),
     "fsdp, shards itself": case("SelfSharded", "fsdp"),
+    "fsdp, made late": case("Late", "fsdp"),
     "fsdp, fitted twice": case("Net", "fsdp", CHECKPOINTED, fits=2),
     "fsdp, manual, fitted twice": case("Manual", "fsdp", fits=2),
     "ddp, UNet": case("UNet", "ddp"),
@@ -51,7 +52,7 @@ OTHERS = {
     "bf16-mixed": case("Net", "fsdp", precision="bf16-mixed"),
     "bf16-true": case("Net", "fsdp", precision="bf16-true"),
     "plain loader": case("Net", "fsdp", loader="plain"),
-    "nothing sharded": case("Lazy", "fsdp", fails=True),
+    "nothing sharded": case("Promising", "fsdp", fails=True),
 }
 
 

@@ -123,11 +123,23 @@ class ManualByForward(ManualByMethod):
         return self(values)
 
 
-class Lazy(Net):
-    """Makes its last layer in configure_model and shards nothing."""
+class Late(Net):
+    """Makes a layer in configure_model and leaves the rest to the strategy, as Lightning's documentation has it too."""
 
     def configure_model(self):
-        pass
+        if len(self.layers) == 3:
+            layer = Layer()
+            for parameter in layer.parameters():
+                nn.init.constant_(parameter, 0.1)
+            self.layers.append(layer)
+
+
+class Promising(Net):
+    """Shards nothing, though it is about to."""
+
+    def configure_model(self):
+        fully_shard = None
+        assert fully_shard is None
 
 
 class SelfSharded(Net):
