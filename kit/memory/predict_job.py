@@ -256,6 +256,8 @@ class Patience:
 
 _OF_DEVICES = re.compile(r"cuda|gpu|nvidia|rocm|triton|alloc|memory", re.IGNORECASE)
 _LINE = re.compile(r" at \S+:\d+$")
+_OF_NUMBERS = ("IndexError: Target ", "IndexError: index out of range in self")
+"""How torch begins where a label is no class, or a number no row of an embedding."""
 SMALL_BATCHES = (2, 3)
 """Samples that steps are run for real with."""
 _FREE_FRACTION = 0.5
@@ -321,7 +323,10 @@ class RealSteps:
 
     def _is_users(self, dry: Recording, stopped: str) -> bool:
         """Whether steps that stopped on the CPU too would stop wherever they run: with an error of the same type at the
-        same line that is not about a device or its memory, and that no code raises which looks at weights not sent."""
+        same line that is not about a device or its memory, and that no code raises which looks at weights not sent; or
+        with one that says of the numbers of real samples what a dry run, which has none, cannot."""
+        if stopped.startswith(_OF_NUMBERS):
+            return True
         errors = dry.facts["unknown"], stopped
         types, lines = {one.partition(":")[0] for one in errors}, {tuple(_LINE.findall(one)) for one in errors}
         is_guard = self._is_instance and dry.facts["refused"]

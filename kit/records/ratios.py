@@ -18,10 +18,14 @@ import math
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from kit.config import Config
+from kit.json_text import read_json
 from kit.machine.processes import BUSY_CORES
+from kit.memory.replay.replay import DIFFERING
+from kit.trial.directory import RunPaths
 from kit.units import format_count
 
 FAR = 0.2
@@ -164,9 +168,20 @@ def explain(row: Values, before: Values | None = None) -> str:
 
 def _why(row: Values, quantity: str, found: float) -> str:
     if quantity not in COUNTED:
-        return "trial.figure('memory') lays what was measured over what was predicted"
+        is_less = found < 1 and _differ(row)
+        shorter = "the largest batch is predicted, and those that ran may have held less; " if is_less else ""
+        return f"{shorter}trial.figure('memory') lays what was measured over what was predicted"
     reasons = _fewer(row) if found < 1 else _more(row)
     return ", ".join(reasons) or "nothing that the trial has counted explains it"
+
+
+def _differ(row: Values) -> bool:
+    """Whether the samples or batches of what was predicted differ in size."""
+    try:
+        predicted = read_json(RunPaths(Path(row["run_directory"])).prediction.read_bytes())
+    except (OSError, ValueError, KeyError, TypeError):
+        return False
+    return any(str(note).startswith(DIFFERING) for note in predicted.get("notes", ()))
 
 
 def _fewer(row: Values) -> list[str]:

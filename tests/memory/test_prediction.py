@@ -315,6 +315,21 @@ def test_an_operator_that_says_no_shape_is_run_for_real_and_scaled(config, devic
     assert not (tmp_path / "written").exists()
 
 
+class NoSuchClass(Unsaid):
+    """Its labels are no classes, which a dry run has no numbers to see."""
+
+    def training_step(self, batch, batch_idx):
+        chances = self.layer(self.double(batch[0]))
+        labels = torch.full((len(chances),), chances.shape[1])
+        return torch.nn.functional.cross_entropy(chances, labels + self.double(batch[0])[:, 0].long() * 0)
+
+
+def test_a_label_that_is_no_class_is_the_users_error_though_a_dry_run_stops_elsewhere(config):
+    with pytest.raises(TrialError, match="Target") as caught:
+        predict_memory(config(), NoSuchClass, many)
+    assert "training_step" in str(caught.value)
+
+
 class WrongShape(Wide):
     def training_step(self, batch, batch_idx):
         return self.layer(batch[0][:, :-1]).mean()

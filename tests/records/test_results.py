@@ -15,6 +15,7 @@ from made_runs import COMPLETE, make_run
 
 from kit.errors import ConfigError
 from kit.events import EventWriter
+from kit.memory.replay.replay import DIFFERING
 from kit.records.ratios import LARGEST_ERROR_FRACTION, LEAST_BATCHES, SPEED, doubt, doubt_note
 from kit.records.results import KINDS, MOST_ROWS, UNDER_WAY, Results, differences, results
 from kit.records.row import COLUMNS
@@ -181,6 +182,20 @@ def test_on_a_cpu_reserved_bytes_that_nothing_measures_are_not_shown_and_predict
     tables = found._repr_html_().split("<table")[1:]
     assert ["predicted" in table for table in tables] == [False, True]
     assert all(found[0]["run"].rpartition("-")[0] in table for table in tables)
+
+
+@pytest.mark.parametrize("notes", [[], [f"{DIFFERING[0]}x"]])
+def test_batches_that_were_smaller_than_the_largest_explain_less_memory(tmp_path, notes):
+    paths = make_run(tmp_path, end=COMPLETE, device=True)
+    paths.write_prediction(
+        {"device_allocated_bytes": 2000, "device_reserved_bytes": 2000, "complete": True, "notes": notes}
+    )
+    writer = EventWriter(paths.events(0), 0)
+    writer.write("memory_measured", device_allocated_bytes=1000, device_reserved_bytes=1000, outside_bytes=None)
+    writer.close()
+    (row,) = results(tmp_path)
+    assert row["device_allocated_bytes_ratio"] == 0.5
+    assert ("held less" in row["ratio_notes"]) == bool(notes)
 
 
 def test_rows_are_chosen_by_columns_by_settings_and_by_conditions(tmp_path):
