@@ -32,7 +32,7 @@ from kit.memory.prediction import estimate_here
 from kit.memory.query import MOST_RANKS, MemoryQuery, make_query
 from kit.memory.recordings import RecordingRequest, UnansweredError, cached_recording, recordings_of
 from kit.memory.replay.cards import CARDS, THIS_MACHINE, DeviceTarget, emulated, target_of
-from kit.memory.replay.estimate import MemoryEstimate, asked_words
+from kit.memory.replay.estimate import MemoryEstimate, asked_words, short_epoch
 from kit.memory.replay.replay import DIFFERING, GUESSED_CONDITION, NOTHING_TRAINED, ON_AVERAGE, UPPER_BOUND, Recording
 from kit.registry import Drawable, load
 from kit.speed.card_costs import CardCosts, card_of
@@ -396,6 +396,7 @@ def _smaller_batches(recording: Recording) -> tuple[list[str], float]:
     """That the batch priced is larger than most, or trains nothing, and how large one is on average."""
     notes = [str(note) for note in recording.facts.get("notes", ())]
     told = [note for note in notes if note.startswith((*DIFFERING, NOTHING_TRAINED))]
+    told += [short] if (short := short_epoch(recording)) else []
     shares = [float(found[1]) for note in told if (found := re.search(_AVERAGE, note))]
     share = min(shares, default=1.0)
     if share < 1:

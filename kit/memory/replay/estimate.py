@@ -21,6 +21,7 @@ convolution is named where it would not find room, and never turns a verdict.
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
@@ -252,6 +253,7 @@ def estimate(recording: Recording, target: DeviceTarget, *, residuals: Residuals
         reasons.append(facts["undivided"])
     reasons += [facts["why_for_real"]] if "why_for_real" in facts else []
     reasons += [note for note in facts.get("notes", ()) if note.startswith((*DIFFERING, MASKED, NOTHING_TRAINED))]
+    reasons += [short] if (short := short_epoch(recording)) else []
     reasons += [f"may be low: {what}" for what in facts.get("may_be_low", ())]
     if unknown:
         reasons.append(f"activations unknown: {unknown}; all bytes are a lower bound")
@@ -289,6 +291,16 @@ def estimate(recording: Recording, target: DeviceTarget, *, residuals: Residuals
         notes=tuple(facts.get("notes", ())), conditions=conditions, source=str(facts.get("source", "")),
         record_seconds=float(facts.get("seconds", 0.0)), recording=recording,
     )  # fmt: skip
+
+
+def short_epoch(recording: Recording) -> str:
+    """That an epoch ends before as many micro-batches are accumulated as a step is to have; empty where it does not."""
+    facts = recording.facts
+    samples, accumulate = facts.get("epoch_samples"), int(facts.get("accumulate_grad_batches", 1))
+    batches = (samples or math.inf) / max(1, recording.batch_size) / max(1, int(facts.get("world_size", 1)))
+    if accumulate <= math.ceil(min(batches, accumulate)):
+        return ""
+    return f"an epoch has {math.ceil(batches)} batches: Lightning steps at its end, before {accumulate} are accumulated"
 
 
 def outside_bytes(

@@ -1,6 +1,7 @@
 """Estimates: every verdict, at the byte where it turns, with reasons, and a breakdown that adds up."""
 
 import json
+import math
 import re
 
 import pytest
@@ -11,7 +12,7 @@ from recordings import ACTIONS, RecordingBuilder, told, training_recording
 
 from kit.errors import PlanError
 from kit.memory.replay.cards import DeviceTarget, target_of
-from kit.memory.replay.estimate import MemoryEstimate, Residuals, communicators, estimate
+from kit.memory.replay.estimate import MemoryEstimate, Residuals, communicators, estimate, short_epoch
 from kit.memory.replay.replay import replay
 
 MIB, GIB = 1 << 20, 1 << 30
@@ -244,6 +245,15 @@ def test_what_cudnn_may_take_costs_time_and_never_the_run():
     full = estimate(recording, device(60 * MIB, (10 * MIB, 60 * MIB)))
     assert full.fits
     assert any("0 B are left" in reason for reason in full.reasons)
+
+
+@pytest.mark.parametrize(("samples", "accumulate", "is_told"), [(64, 100, True), (64, 3, False), (None, 100, False)])
+def test_an_epoch_that_ends_before_a_step_is_full_is_told(samples, accumulate, is_told):
+    recording = told([], accumulate_grad_batches=accumulate, epoch_samples=samples)
+    batches = str(math.ceil((samples or 0) / recording.batch_size))
+    said = short_epoch(recording)
+    assert bool(said) == is_told
+    assert not said or {batches, str(accumulate)} <= {*said.split()}
 
 
 def test_what_may_be_low_is_told_beside_the_bytes():
