@@ -162,6 +162,7 @@ _CALLED = {
         ("val_dataloader", "val_dataloaders", "val_loader", "eval_dataset", "validation_data", "val_data"),
         ("data", "data=(training, validation)"),
     ),
+    **dict.fromkeys(("devices", "num_devices", "n_gpus", "gpus", "ranks"), ("world_size", "world_size=")),
     **dict.fromkeys(("args", "cfg", "conf", "settings"), ("config", "config=")),
 }  # fmt: skip
 """What other libraries call an argument: its name, and how it is given."""

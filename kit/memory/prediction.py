@@ -10,8 +10,9 @@ from dataclasses import replace
 from typing import Any
 
 from kit.arguments import config_first
+from kit.config import Config
 from kit.machine.machine import hardware
-from kit.memory.query import MemoryQuery, make_query
+from kit.memory.query import MOST_RANKS, MemoryQuery, make_query
 from kit.memory.recordings import RecordingRequest, recordings_of
 from kit.memory.replay.cards import THIS_MACHINE, DeviceTarget
 from kit.memory.replay.estimate import MemoryEstimate, estimate
@@ -42,7 +43,8 @@ def predict_memory(
         module: What would be trained, as `kit.fit` takes it. An instance is sent without its weights.
         data: What it would be trained on, as `kit.fit` takes it.
         device: A GPU model such as "H100-80GB", its memory in bytes or as "24 GiB", or "this machine".
-        world_size: Ranks, from 1 to 1,024, instead of the config's. No such devices need exist.
+        world_size: Ranks, from 1 to 1,024, instead of the config's. No such devices need exist. Several without a
+            strategy are taken as ddp.
         timeout_seconds: The most that the dry run may take. By default a minute, and as many times as long as
             processes wait for each core. Near its end the training step is given up, and the activations are unknown.
 
@@ -63,6 +65,11 @@ def predict_memory(
         >>> estimate.verdict
         'fits'
     """
+    shared = ""
+    several = isinstance(world_size, int) and 1 < world_size <= MOST_RANKS
+    if several and isinstance(config, Config) and config.hardware.strategy == "none":
+        config = config.replace({"hardware.strategy": "ddp", "hardware.devices": world_size})
+        shared = f"{world_size} devices have no strategy in the config, so each has a copy of the model (ddp)"
     query, target = make_query(module, data, config, device, world_size)
     rule = batch_rule(query.data, query.config)
     rule.warn()
@@ -70,7 +77,7 @@ def predict_memory(
     (recording,) = recordings_of(RecordingRequest(query), timeout_seconds)
     found = estimate_here(query, recording, target)
     note = "" if "mean_samples" in recording.facts else rule.made(found.batch_size).note
-    return replace(found, reasons=(*found.reasons, note)) if note else found
+    return replace(found, reasons=(*found.reasons, *filter(None, (shared, note))))
 
 
 def estimate_here(query: MemoryQuery, recording: Recording, target: DeviceTarget) -> MemoryEstimate:

@@ -165,6 +165,14 @@ def test_ranks_need_not_exist(config, strategy, ranks):
     )  # no shard is less than a row
 
 
+def test_several_devices_without_a_strategy_hold_a_copy_each_as_for_speed(config):
+    found = predict_memory(config(), Wide, data, device="A100-80GB", world_size=8)
+    assert (found.world_size, found.strategy) == (8, "ddp")
+    assert any("ddp" in reason for reason in found.reasons)
+    with pytest.raises(ConfigError, match="world_size="):
+        predict_memory(config(), Wide, data, device="A100-80GB", devices=8)
+
+
 def test_an_estimate_says_the_micro_batches_that_were_asked_for(config):
     found = predict_memory(config().replace({"levers.accumulate_grad_batches": 64}), Wide, data)
     assert found.accumulate_grad_batches == 64
