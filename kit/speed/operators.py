@@ -176,7 +176,7 @@ def why_not_shared(recording: Recording, strategy: str) -> str:
     """Why the step of one device does not tell what several do under a strategy; empty where it does."""
     facts = recording.facts
     if facts.get("unknown") or not facts.get("units"):
-        return "its step is not known, or its own code decides what is shared"
+        return "not all of it is known, or the module's own code decides what is shared"
     if facts.get("refused_strategies", {}).get(strategy.partition(":")[0]):
         return "torch refuses it on several devices"
     if facts.get("asks_devices"):

@@ -172,7 +172,7 @@ def _recorded(
         if not why:
             return alone, strategy, [f"told from the step of one device, with what {strategy} adds to it"]
     (own,) = recordings_of(RecordingRequest(query), timeout_seconds)
-    return own, "", [f"{strategy} was recorded by itself: {why}"]
+    return own, "", [f"dry-run under {strategy} itself, not told from the step of one device: {why}"]
 
 
 def speed_of(
@@ -336,18 +336,19 @@ def _sources(time: StepTime, costs: Costs, devices: int, within: Link, nodes: Li
             f"the cores of this machine take {costs.slowness:.1f} times as long at times (other programs, neighbours "
             "on a shared host, a lowered clock): the step is at their fastest, and the range's end in such moments"
         )
+    shards = _traffic(time.step).shards(devices)
     if devices > 1:
         late = within.late_seconds(time.work_seconds)
         last = f", {format_seconds(late)} of it for the last of them (the range: none to {LATEST:g} times that)"
         between = f", between nodes by {nodes.name}" if nodes is not None and devices > DEVICES_OF_NODE else ""
         found.append(
-            f"{devices} devices wait {format_seconds(time.exchange_seconds)} a step for gradients, by {within.name}"
-            f"{between}{last if late else ''}"
+            f"{devices} devices wait {format_seconds(time.exchange_seconds)} a step for "
+            f"{'parameters and ' if shards > 1 else ''}gradients, by {within.name}{between}{last if late else ''}"
         )
-    if (shards := _traffic(time.step).shards(devices)) > 1:
+    if shards > 1:
         spent = format_seconds(time.by_phase.get("optimizer", 0.0))
         found.append(
-            f"each device optimizes 1/{shards} of the parameters, in {spent} a step: it may be faster than one alone"
+            f"each device optimizes 1/{shards} of the parameters, in {spent} a step, which may save time over one"
         )
     if time.loader_seconds is not None and (waited := time.waits["loader"]) > 0:
         own = format_seconds(time.seconds - waited)
@@ -400,7 +401,7 @@ def _smaller_batches(recording: Recording) -> tuple[list[str], float]:
     shares = [float(found[1]) for note in told if (found := re.search(_AVERAGE, note))]
     share = min(shares, default=1.0)
     if share < 1:
-        told.append(f"the step is priced at that size: {share:.2f} of it is in the range, and nearer to the mean step")
+        told.append(f"the step is priced at that size; the mean step takes about {share:.2f} of it, within the range")
     return told, share
 
 
