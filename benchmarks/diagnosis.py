@@ -54,7 +54,8 @@ from kit.trial.trial import Trial
 
 POINTS = {
     "INPUT": ("images decoded at full size", "one row of a large chunk", "workers started every epoch",
-              "workers copy the parent", "workers start slowly", "Python in the data", "loader made anew every epoch"),
+              "workers copy the parent", "workers start slowly", "Python in the data", "slow sampler",
+              "loader made anew every epoch"),
     "STRAGGLER": ("stragglers", "uneven batches"),
     "RESIDUAL": ("validation too often", "checkpoints too often", "slow hook", "garbage collection",
                  "interpreter held by a thread", "small collectives", "drawing or logging in the step",

@@ -21,6 +21,7 @@ from kit.studies.diagnosis.gains import worth_measuring
 from kit.studies.diagnosis.host_rules import drawing_hook
 from kit.studies.diagnosis.rule import BETWEEN_TRIALS, agreed, ahead_in_processes, ahead_in_threads, bounded
 from kit.studies.diagnosis.rules import RULES
+from kit.studies.diagnosis.sampler import OWN_ORDER
 from kit.studies.diagnosis.unit_costs import LOOP, PAGE, VALUE, Decoded, decoded, unit_costs
 from kit.studies.profiling.trace import TraceInfo
 from kit.testing import TinyData, TinyModule
@@ -53,6 +54,7 @@ ON_DISK = {
 SLOWING = Slowing(
     rank=0, part="forward", step_seconds=(0.9, 1.2), part_seconds=0.1, each_seconds=0.01, steps=30, before=5
 )
+DRAWING = line("data.py, line 9, in __iter__", part="wait", package=OWN_ORDER, fraction=0.55)
 HOOK = "[Callback]Watcher.on_train_batch_end"
 
 
@@ -90,6 +92,7 @@ FAULTS = {
     "order drawn anew every epoch": evidence(
         shares=shares(wait=0.4), hosts={0: host(lines=[line("", package="sampler", part="wait", fraction=0.35)])}
     ),
+    "slow sampler": evidence(shares=shares(wait=0.6), hosts={0: host(lines=[DRAWING])}, thread_cores=0.99),
     "slow disk": evidence(shares=shares(wait=0.5), hosts={0: host(workers=[ON_DISK] * 2)}, thread_cores=0.5),
     "checkpoints on a slow disk": evidence(shares=shares(checkpoint=0.3), hosts={0: host(disk={"checkpoint": 0.25})}),
     "dataset copied into workers": evidence(hosts={0: host(loader={**LOADER, "objects_bytes": 4e9})}),
@@ -708,6 +711,20 @@ def test_the_order_of_an_epoch_costs_all_that_its_beginning_takes():
     ]
     assert gains[0] == pytest.approx(math.sqrt(1 / (1 - 0.54) / (1 - 0.6)))
     assert gains[1] < gains[0]
+
+
+def test_a_slow_sampler_is_named_and_no_processes_are_advised():
+    worker = {"lines": [], "idle_fraction": 0.3}
+    found = replace(FAULTS["slow sampler"], hosts={0: host(lines=[DRAWING], workers=[worker] * 2)})
+    finding = judge(found, source(found))["slow sampler"]
+    assert "at data.py, line 9" in finding.sentence
+    assert OWN_ORDER not in finding.sentence
+    assert finding.change == {}
+    assert "num_workers" not in finding.setting
+    low, high = finding.rule.effect(found)
+    assert (low, high) == pytest.approx((1 / 0.7, 1 / 0.45), rel=0.01), "loader processes are idle 30 % of the time"
+    little = host(lines=[{**DRAWING, "fraction": 0.12}])
+    assert names(replace(found, hosts={0: little})) == ("Python in the data", "slow sampler"), "the rest is reading"
 
 
 def test_a_hook_gains_what_steps_without_it_were_measured_to():

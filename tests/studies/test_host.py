@@ -3,6 +3,7 @@ import linecache
 import math
 import os
 import pickle
+import re
 import signal
 import subprocess
 import sys
@@ -169,6 +170,29 @@ def test_an_order_that_is_drawn_at_every_epoch_is_told_apart_from_reading(config
     assert sum(line["fraction"] for line in drawn) > 0.3
     assert host["loader"]["samples"] == 3_000_000
     assert "order drawn anew every epoch" in kit.studies.diagnose(trial, peaks=False).names
+
+
+class Balanced(torch.utils.data.Sampler):
+    """Weighs all samples anew for each index."""
+
+    def __len__(self):
+        return 400
+
+    def __iter__(self):
+        for _ in range(len(self)):
+            yield sum(number % 7 for number in range(150_000)) % 400
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_sampler_of_the_users_is_told_with_its_line_wherever_samples_are_read(config, workers):
+    samples = TensorDataset(torch.ones(400, 8), torch.ones(400, 1))
+    data = DataLoader(samples, batch_size=4, sampler=Balanced(), num_workers=workers)
+    trial = kit.fit(config(max_steps=60, warmup_steps=5), TinyModule, data).wait()
+    drawn = [one for one in trial.event("host_watched")["lines"] if one["package"] == room.OWN_ORDER]
+    assert all(re.search("test_host.py.* in __iter__|genexpr", one["place"]) for one in drawn)
+    diagnosis = kit.studies.diagnose(trial, peaks=False, short_trials=False)
+    assert "test_host.py, line" in diagnosis["slow sampler"].sentence
+    assert "Python in the data" not in diagnosis.names
 
 
 class Archived(Dataset):

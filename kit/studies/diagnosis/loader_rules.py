@@ -9,9 +9,9 @@ import math
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from kit.studies.diagnosis.evidence import Evidence
+from kit.studies.diagnosis.evidence import Evidence, most_seen
 from kit.studies.diagnosis.rule import MANY_STEPS, SLIVER, WAITS, Range, Rule, gone_from_reading, without, without_part
-from kit.studies.diagnosis.sampler import COMPUTING, MAKING
+from kit.studies.diagnosis.sampler import COMPUTING, MAKING, OWN_ORDER
 from kit.units import format_bytes, format_count, format_seconds, plural
 
 _DECODED_AGAIN = (4.0, 12.0)
@@ -379,6 +379,40 @@ def _order_effect(found: Evidence) -> Range:
     return without(0.9 * (order if processes or found.host.get("loaders_remade") else whole), whole)
 
 
+def _drawn(found: Evidence) -> list[Mapping[str, Any]]:
+    """Lines of the training thread at which a sampler of the user's draws indices."""
+    return [line for line in found.host.get("lines", ()) if line["package"] == OWN_ORDER and line["part"] == "wait"]
+
+
+def _slow_sampler(found: Evidence) -> float | None:
+    return math.fsum(line["fraction"] for line in _drawn(found)) if found.host else None
+
+
+def _slow_sampler_sentence(found: Evidence, value: float) -> str:
+    _, where, _package = most_seen(_drawn(found))
+    seconds, several = format_seconds(value * found.step_seconds), _workers(found)
+    whose = f"though {plural(several, 'worker')} read the samples" if several else "itself"
+    return (
+        f"Your sampler takes {value:.0%} of the time, {seconds} a batch, {where}: the training process draws all "
+        f"indices {whose}, so no number of loader processes makes that faster."
+    )
+
+
+def _slow_sampler_effect(found: Evidence) -> Range:
+    """Without it, at most; at least as fast as loader processes make batches now, or by the error of its share."""
+    share, count = _slow_sampler(found) or 0.0, int(found.host.get("samples", 1)) or 1
+    busy = [1 - worker["idle_fraction"] for worker in found.host.get("workers", ()) if "idle_fraction" in worker]
+    left = max(1 - share, *busy) if busy else 1 - share
+    error = 2 * math.sqrt(max(0.0, share * (1 - share)) / count)
+    return without(min(1 - left, share - error), share)
+
+
+def _slow_sampler_explains(found: Evidence) -> tuple[str, ...]:
+    """What is waited for, where that is mostly the sampler."""
+    is_most = (_slow_sampler(found) or 0.0) >= found.shares.get("wait", 0.0) / 2
+    return (*WAITS, "no prefetch", "Python in the data", "all cores busy", "loader start-up") if is_most else ()
+
+
 def _remade(found: Evidence) -> float | None:
     if not found.host or "loaders_remade" not in found.host:
         return None
@@ -478,6 +512,14 @@ LOADER_RULES: tuple[Rule, ...] = (
         "draws as it goes; or longer epochs",
         effect=_order_effect,
         explains=(*WAITS, "no prefetch", "Python in the data", "all cores busy", "loader start-up"),
+    ),
+    Rule(
+        name="slow sampler", looks_at="share of the time in which your sampler draws indices", unit="fraction",
+        threshold=SLIVER, source="kit: a sampler runs in the training process, whatever num_workers is",
+        needs="watched steps", measure=_slow_sampler, sentence=_slow_sampler_sentence, part="wait",
+        setting=lambda _: "that sampler: draw all indices of an epoch in one call when it starts (as "
+        "torch.utils.data.WeightedRandomSampler does), from weights or tables that are made once",
+        effect=_slow_sampler_effect, explains=_slow_sampler_explains,
     ),
     Rule(
         name="loader made anew every epoch", looks_at="share of the time that first steps of epochs take longer, where "
