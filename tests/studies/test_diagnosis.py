@@ -55,6 +55,7 @@ SLOWING = Slowing(
     rank=0, part="forward", step_seconds=(0.9, 1.2), part_seconds=0.1, each_seconds=0.01, steps=30, before=5
 )
 DRAWING = line("data.py, line 9, in __iter__", part="wait", package=OWN_ORDER, fraction=0.55)
+PADDED = {"sizes": [[100], [80]], "ends": [[[100], [10], [12], [20]], [[80], [9], [70], [11]]]}
 HOOK = "[Callback]Watcher.on_train_batch_end"
 
 
@@ -92,6 +93,7 @@ FAULTS = {
     "order drawn anew every epoch": evidence(
         shares=shares(wait=0.4), hosts={0: host(lines=[line("", package="sampler", part="wait", fraction=0.35)])}
     ),
+    "padding": evidence(hosts={0: host(padding=PADDED)}),
     "slow sampler": evidence(shares=shares(wait=0.6), hosts={0: host(lines=[DRAWING])}, thread_cores=0.99),
     "slow disk": evidence(shares=shares(wait=0.5), hosts={0: host(workers=[ON_DISK] * 2)}, thread_cores=0.5),
     "checkpoints on a slow disk": evidence(shares=shares(checkpoint=0.3), hosts={0: host(disk={"checkpoint": 0.25})}),
@@ -137,6 +139,9 @@ FAULTS = {
     ),
     "BatchNorm under checkpointing": evidence({"levers.gradient_checkpointing": True}, work=work(batch_norms_again=3)),
 }
+
+
+FAULTS_RULE = {rule.name: rule for rule in RULES}
 
 
 def names(found):
@@ -725,6 +730,40 @@ def test_a_slow_sampler_is_named_and_no_processes_are_advised():
     assert (low, high) == pytest.approx((1 / 0.7, 1 / 0.45), rel=0.01), "loader processes are idle 30 % of the time"
     little = host(lines=[{**DRAWING, "fraction": 0.12}])
     assert names(replace(found, hosts={0: little})) == ("Python in the data", "slow sampler"), "the rest is reading"
+
+
+def test_padding_gains_what_batches_of_like_lengths_save_and_all_of_it_at_best():
+    found = FAULTS["padding"]
+    finding = judge(found, source(found))["padding"]
+    assert finding.value == pytest.approx(1 - 312 / 720)
+    assert "9 to 100" in finding.sentence
+    passes, alike = 0.25 + found.shares["backward"], 4 * 12 + 4 * 100
+    low, high = finding.rule.effect(found)
+    assert low == pytest.approx(1 / (1 - passes * (1 - alike / 720) / 2))
+    assert high == pytest.approx(1 / (1 - passes * finding.value))
+    assert finding.example in finding.reasons["in code"]
+    assert "pre-wrap" in finding_html(finding)
+
+
+def test_the_sampler_that_is_shown_draws_each_sample_once_in_batches_of_like_lengths():
+    found = {"torch": torch}
+    exec(FAULTS_RULE["padding"].example(FAULTS["padding"]).partition("\n\n")[0], found)
+    lengths = torch.randperm(1000).tolist()
+    batches = found["LikeLengths"](lengths, 10)
+    drawn = [*batches]
+    assert len(drawn) == len(batches) == 100
+    assert sorted(place for batch in drawn for place in batch) == [*range(1000)]
+    spread = [max(lengths[place] for place in batch) - min(lengths[place] for place in batch) for batch in drawn]
+    assert sum(spread) / len(spread) < 50
+    assert [*batches] != drawn
+
+
+def test_a_batch_of_like_lengths_or_one_that_nothing_would_shorten_is_no_padding():
+    like = {"sizes": [[100], [80]], "ends": [[[100], [95], [90], [97]], [[80], [79], [75], [77]]]}
+    assert names(evidence(hosts={0: host(padding=like)})) == ()
+    lone = {"sizes": [[100], [80]], "ends": [[[100]] * 4, [[80]] * 4]}
+    assert names(evidence(hosts={0: host(padding=lone)})) == ()
+    assert names(evidence(hosts={0: host(padding={})})) == ()
 
 
 def test_a_hook_gains_what_steps_without_it_were_measured_to():

@@ -33,7 +33,15 @@ from waiting import PATIENCE_SECONDS, wait_until
 import kit
 from kit.studies.diagnosis import sampler as room
 from kit.studies.diagnosis.evidence import _epoch_starts, _uneven, growth, slowing, timed_lines
-from kit.studies.diagnosis.host import HostWatch, arrays_bytes, embeddings, held_bytes, objects_bytes
+from kit.studies.diagnosis.host import (
+    HostWatch,
+    arrays_bytes,
+    embeddings,
+    filled,
+    held_bytes,
+    objects_bytes,
+    padding,
+)
 from kit.studies.diagnosis.rules import RULES
 from kit.studies.diagnosis.sampler import (
     DiskWatch,
@@ -193,6 +201,114 @@ def test_a_sampler_of_the_users_is_told_with_its_line_wherever_samples_are_read(
     diagnosis = kit.studies.diagnose(trial, peaks=False, short_trials=False)
     assert "test_host.py, line" in diagnosis["slow sampler"].sentence
     assert "Python in the data" not in diagnosis.names
+
+
+class Utterances(Dataset):
+    """Of 4 to 44 frames, most of them short."""
+
+    def __len__(self):
+        return 400
+
+    def __getitem__(self, index):
+        return torch.full((4 + index % 5 + 36 * (index % 4 == 0), 8), 1 + index % 4 / 4), torch.zeros(1)
+
+
+def padded(samples):
+    return torch.nn.utils.rnn.pad_sequence([x for x, _ in samples], batch_first=True), samples[0][1].expand(4, 1)
+
+
+class OfFrames(TinyModule):
+    def training_step(self, batch, batch_idx):
+        return super().training_step((batch[0].mean(1), batch[1]), batch_idx)
+
+
+def test_batches_that_are_filled_up_to_their_longest_sample_are_told(config):
+    data = DataLoader(Utterances(), batch_size=4, collate_fn=padded, num_workers=1)
+    trial = kit.fit(config(max_steps=12, warmup_steps=4), OfFrames, data).wait()
+    found = trial.event("host_watched")["padding"]
+    assert len(found["sizes"]) == 4
+    assert all(max(end for (end,) in ends) == size for ends, (size,) in zip(found["ends"], found["sizes"], strict=True))
+    diagnosis = kit.studies.diagnose(trial, peaks=False, short_trials=False)
+    assert diagnosis["padding"].value == pytest.approx(1 - (40 + 3 * 6) / (4 * 42), abs=0.1)
+    even = DataLoader(TensorDataset(torch.ones(80, 40, 8), torch.zeros(80, 1)), batch_size=4)
+    assert kit.fit(config(max_steps=12, warmup_steps=4), OfFrames, even).wait().event("host_watched")["padding"] == {}
+
+
+def ragged(*lengths, width=3, size=None):
+    x = torch.zeros(len(lengths), size or max(lengths), width)
+    for row, length in zip(x, lengths, strict=True):
+        row[:length] = torch.rand(length, width) + 0.1
+    return x
+
+
+LENGTHS = ((9, 30, 12, 5), (22, 8, 3, 11), (40, 4, 9, 17))
+
+
+def looked_at(batches, equal=False):
+    return padding([filled(batch, len(batch[-1])) for batch in batches], equal)
+
+
+@pytest.mark.parametrize("kind", ["float32", "bfloat16", "int64"])
+def test_ends_of_samples_tell_padding_of_any_numbers(kind):
+    ids = torch.zeros(4, dtype=torch.bool)
+    batches = [((10 * ragged(*lengths)).to(getattr(torch, kind)), ids) for lengths in LENGTHS]
+    before = torch.get_rng_state()
+    found = looked_at(batches)
+    assert torch.equal(torch.get_rng_state(), before)
+    assert found["sizes"] == [[30], [22], [40]]
+    assert found["ends"] == [[[one] for one in lengths] for lengths in LENGTHS]
+    assert looked_at(batches, equal=True) == {}, "samples of one shape are not filled up by a loader"
+
+
+def test_a_batch_with_its_samples_second_is_padded_along_the_first_dimension():
+    batches = [(ragged(*lengths).transpose(0, 1), torch.zeros(4, dtype=torch.bool)) for lengths in LENGTHS]
+    assert looked_at(batches)["sizes"] == [[30], [22], [40]]
+
+
+def test_a_sample_that_ends_with_a_value_of_its_own_is_full():
+    batches = [(ragged(*lengths), torch.zeros(4, dtype=torch.bool)) for lengths in LENGTHS]
+    for x, _ in batches:
+        x[x.abs().sum((1, 2)).argmax(), -3:] = 1.0
+    assert looked_at(batches)["ends"] == [[[one] for one in lengths] for lengths in LENGTHS]
+
+
+def test_padding_to_one_size_is_told_by_lengths_or_a_mask():
+    full = [ragged(*lengths, size=64) for lengths in LENGTHS]
+    counts = [torch.tensor(lengths) for lengths in LENGTHS]
+    masks = [torch.arange(64) < count[:, None] for count in counts]
+    for told in (counts, masks, [mask.long() for mask in masks], [mask.float() for mask in masks]):
+        assert looked_at([*zip(full, told, strict=True)])["sizes"] == [[64]] * 3
+    unlike = [torch.tensor((3, 2, 1, 0))] * 3
+    assert looked_at([*zip(full, unlike, strict=True)]) == {}
+
+
+def borders(side, ends):
+    x = torch.zeros(len(ends), 3, side, side)
+    for picture, end in zip(x, ends, strict=True):
+        picture[:, 2:end, 2:end] = 1
+    return x
+
+
+def no_padding():
+    label = torch.zeros(4, dtype=torch.bool)
+    yield "digits of several sizes", [(borders(28, ends), label) for ends in ((20, 24, 22, 19), (25, 20, 18, 21))]
+    yield "pictures of several sizes with borders", [(borders(side, (20, 24, 22, 19)), label) for side in (28, 36)]
+    one_hot = [torch.eye(20)[torch.randperm(20)[:4]] for _ in range(3)]
+    yield "classes, one of them 1", [(one, one.argmax(1) + 1) for one in one_hot]
+    words = [torch.zeros(4, size).scatter(1, torch.tensor([[2], [9], [size - 1], [5]]), 1) for size in (20, 30)]
+    yield "few words of many", [(one, label) for one in words]
+    shown = [(torch.rand(4, 3, side, side), torch.zeros(4, side, side, dtype=torch.long)) for side in (24, 32, 40)]
+    for _, mask in shown:
+        for row, end in zip(mask, (8, 12, mask.shape[1], 9), strict=True):
+            row[:end] = 1
+    yield "masks of objects", [(*pair, label) for pair in shown]
+    yield "all zeros", [(torch.zeros(4, size), label) for size in (20, 30)]
+    yield "labels that decide nothing", [(torch.rand(4, 20), torch.arange(4))] * 3
+
+
+@pytest.mark.parametrize(("name", "batches"), [*no_padding()])
+def test_zeros_that_are_data_are_no_padding(name, batches):
+    assert looked_at(batches) == {}
 
 
 class Archived(Dataset):
