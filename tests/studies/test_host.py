@@ -636,6 +636,17 @@ def test_the_line_that_runs_is_named_and_all_time_is_counted():
     assert 0 < sampler.cost_seconds < sampler.seconds
 
 
+def test_code_without_a_line_has_the_one_before_it():
+    code = counted.__code__
+    places = [(first, line) for first, _, line in code.co_lines() if line is not None]
+    for first, at in places:
+        for lasti in (first, first + 1):
+            assert room.line_of(SimpleNamespace(f_lineno=None, f_code=code, f_lasti=lasti)) == at
+    before_all = SimpleNamespace(f_lineno=None, f_code=code, f_lasti=-1)
+    assert room.line_of(before_all) == code.co_firstlineno
+    assert room.line_of(SimpleNamespace(f_lineno=7)) == 7
+
+
 def test_a_signal_that_somebody_uses_is_left_to_them(monkeypatch):
     monkeypatch.setattr(room.signal, "getsignal", lambda _: print)
     sampler = Sampler()

@@ -221,7 +221,7 @@ class Sampler:
                     package = OWN_ORDER
                 if making_seconds:
                     self._note_made(package, frame, making_seconds)
-                return (file, frame.f_lineno, frame.f_code.co_name, package), is_fetching
+                return (file, line_of(frame), frame.f_code.co_name, package), is_fetching
             if file.endswith(_FETCH) and not is_fetching:
                 fetched, is_fetching = package, True
             if found:
@@ -250,6 +250,14 @@ class Sampler:
                 if decoder and made.picture.get("pixels", 0) > before.get("pixels", math.inf):  # not of a chunk
                     self.reads[decoder] = dict(made.picture)
             frame = frame.f_back
+
+
+def line_of(frame: FrameType) -> int:
+    """The line that a frame is at; of code that has none, as what Python puts around a loop, the one before it."""
+    if (line := frame.f_lineno) is not None:
+        return line
+    lines = [line for first, _, line in frame.f_code.co_lines() if line is not None and first <= frame.f_lasti]
+    return lines[-1] if lines else frame.f_code.co_firstlineno
 
 
 def _draws_indices(frame: FrameType | None) -> bool:
