@@ -508,6 +508,23 @@ def test_checkpoints_that_are_slow_to_make_are_not_blamed_on_the_disk():
     assert names(found) == ("checkpoints too often",)
 
 
+def test_what_a_checkpoint_callback_does_is_one_finding_with_what_it_writes():
+    key = "SlowDisk{'monitor': None, 'every_n_train_steps': 2}"
+    hook = f"[Callback]{key}.on_train_batch_end"
+    own = line("disk.py, line 5, in _save_checkpoint", hook=hook, part="other")
+    watched = host(hooks={hook: 0.2, "[Callback]Quick.on_train_end": 0.01}, checkpointers=[key], lines=[own])
+    found = evidence(shares=shares(checkpoint=0.12), hosts={0: watched})
+    finding = judge(found, source(found))["checkpoints too often"]
+    assert names(found) == ("checkpoints too often",)
+    assert finding.value == pytest.approx(0.32)
+    assert "SlowDisk.on_train_batch_end" in finding.sentence
+    assert "disk.py, line 5" in finding.sentence
+    other = replace(found, hosts={0: {**watched, "checkpointers": []}})
+    slow = judge(other, source(other))["slow hook"]
+    assert slow.sentence.startswith("SlowDisk.on_train_batch_end ")
+    assert "{" not in slow.sentence
+
+
 def test_the_headline_counts_what_is_wrong_and_names_what_comes_first():
     grown = replace(FAULTS["memory that grows"], shares=shares(checkpoint=0.3))
     headline = judge(grown, source(grown)).headline

@@ -28,6 +28,7 @@ from typing import Any
 import numpy as np
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.callbacks import Checkpoint
 from torch import nn
 from torch.nn.parameter import is_lazy
 from torch.utils._python_dispatch import _disable_current_modes
@@ -216,6 +217,7 @@ class HostWatch(Callback):
                 for name, seconds in self._clock.actions.items()
                 if name.startswith(_HOOKS) and name.partition("]")[2].rpartition(".")[0] not in mine
             },
+            checkpointers=[callback.state_key for callback in callbacks if isinstance(callback, Checkpoint)],
             garbage_fraction=self._garbage.seconds / wall,
             young_garbage_fraction=self._garbage.young_seconds / wall,
             collections=self._garbage.collections,

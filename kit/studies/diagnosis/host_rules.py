@@ -136,11 +136,51 @@ def _python_sentence(found: Evidence, value: float) -> str:
 def _hooks(found: Evidence, rank: int) -> dict[str, float]:
     """The share of each hook without what it draws and logs; 0 where that is most of it."""
     hooks, drawing = dict[str, float](), _drawn(found, rank)
+    checkpoints = _checkpoint_hooks(found, rank)
     for name, share in found.hosts[rank].get("hooks", {}).items():
-        if name.rpartition(".")[2] not in _HOOKS_OF_PARTS:
+        if name.rpartition(".")[2] not in _HOOKS_OF_PARTS and name not in checkpoints:
             drawn = math.fsum(line["fraction"] for line in drawing if line["hook"] == name)
             hooks[name] = share - drawn if drawn < _MOST_OF_HOOK * share else 0.0
     return hooks
+
+
+def hook_words(name: str) -> str:
+    """`Class.hook` of an action of Lightning; the key of a callback's state also has its settings, in braces."""
+    owner, _, hook = name.partition("]")[2].rpartition(".")
+    return f"{owner.partition('{')[0]}.{hook}"
+
+
+def _checkpoint_hooks(found: Evidence, rank: int) -> dict[str, float]:
+    """The share of each hook of a callback that writes checkpoints, without the writing that Lightning does for it."""
+    host = found.hosts[rank]
+    owners = {f"[Callback]{key}" for key in host.get("checkpointers", ())}
+    return {name: share for name, share in host.get("hooks", {}).items() if name.rpartition(".")[0] in owners}
+
+
+def _checkpoints(found: Evidence) -> float | None:
+    """With all that the callbacks which write them do, of the rank where that is most."""
+    hooks = (math.fsum(_checkpoint_hooks(found, rank).values()) for rank in found.hosts)
+    share, own = found.shares.get("checkpoint"), max(hooks, default=0.0)
+    return own or None if share is None else min(1.0, share + own)
+
+
+def _checkpoints_sentence(found: Evidence, value: float) -> str:
+    every = [(share, name, rank) for rank in found.hosts for name, share in _checkpoint_hooks(found, rank).items()]
+    share, name, rank = max(every, default=(0.0, "", 0))
+    said = f"Writing checkpoints takes {value:.0%} of the time, {format_seconds(value * found.step_seconds)} a step"
+    if share < _TWENTIETH:
+        return f"{said}."
+    own = (line for line in found.hosts[rank].get("lines", ()) if line["hook"] == name and line["place"])
+    place = next((f", at {line['place']}" for line in own), "")
+    return (
+        f"{said}: {max(0.0, value - share):.0%} is Lightning's own writing, {share:.0%} what {hook_words(name)} does "
+        f"besides{place}."
+    )
+
+
+def _checkpoints_effect(found: Evidence) -> Range:
+    share, reach = _checkpoints(found) or 0.0, min(0.5, 2 * found.errors.get("checkpoint", 0.0))
+    return without(share * (1 - reach), share * (1 + reach))
 
 
 _MOST_OF_HOOK = 0.8
@@ -166,7 +206,7 @@ def _hook_sentence(found: Evidence, value: float) -> str:
     alone = f", on rank {rank} alone, for which the others wait" if others and max(others) < value / 2 else ""
     at = f", at {place}" if place else ""
     seconds = format_seconds(value * found.step_seconds)
-    return f"{name.partition(']')[2]} takes {value:.0%} of the time, {seconds} a step{at}{alone}."
+    return f"{hook_words(name)} takes {value:.0%} of the time, {seconds} a step{at}{alone}."
 
 
 def _hook_effect(found: Evidence) -> Range:
@@ -480,11 +520,9 @@ HOST_RULES: tuple[Rule, ...] = (
     Rule(
         name="checkpoints too often", looks_at="share of the time in writing checkpoints", unit="fraction",
         threshold=SLIVER, source="kit", needs="timed steps", part="checkpoint",
-        measure=lambda found: _share(found, "checkpoint"),
-        sentence=lambda found, value: f"Writing checkpoints takes {value:.0%} of the time, "
-        f"{format_seconds(value * found.step_seconds)} a step.",
+        measure=_checkpoints, sentence=_checkpoints_sentence,
         setting=lambda _: "every_n_train_steps of your ModelCheckpoint, save_weights_only, or a faster disk",
-        effect=lambda found: without_part(found, "checkpoint"),
+        effect=_checkpoints_effect,
     ),
     Rule(
         name="drawing or logging in the step", looks_at="share of the time in drawing and logging", unit="fraction",
