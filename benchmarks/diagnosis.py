@@ -60,7 +60,7 @@ POINTS = {
     "RESIDUAL": ("validation too often", "checkpoints too often", "slow hook", "garbage collection",
                  "interpreter held by a thread", "small collectives", "drawing or logging in the step",
                  "sync in the step", "Python in the step", "loader made anew every epoch"),
-    "OPTIMIZER": ("optimizer larger than the work",),
+    "OPTIMIZER": ("optimizer larger than the work", "optimizer not fused"),
     "MEMORY": ("memory that grows", "dataset copied into workers"),
 }  # fmt: skip
 """Words in TraceML's verdict, or in its summary, that point at the part of a step in which the fault lies."""

@@ -238,6 +238,20 @@ def perceptron():
     return Classifier(nn.Sequential(nn.Linear(64, 100), nn.ReLU(), nn.Linear(100, 10)))
 
 
+class ByAdamW(Classifier):
+    def __init__(self, fused=None):
+        layers = [nn.Linear(512, 1536), nn.GELU(), nn.Linear(1536, 1536), nn.GELU(), nn.Linear(1536, 1536), nn.GELU()]
+        super().__init__(nn.Sequential(*layers, nn.Linear(1536, 10)))
+        self.fused = fused
+
+    def configure_optimizers(self):
+        return torch.optim.AdamW(self.parameters(), lr=1e-4, fused=self.fused)
+
+
+def rows_of_512():
+    return at_once(64, torch.rand(4096, 512), torch.randint(0, 10, (4096,)))
+
+
 def digits():
     return at_once(200, torch.rand(20_000, 64), torch.randint(0, 10, (20_000,)))
 
@@ -382,6 +396,11 @@ def pipelines(folder):
         name="series filled up to the longest", planted="padding",
         parts=Parts(module=Series, data=many_lengths, config=LONGER),
         cure=Parts(module=Series, data=lambda: many_lengths(sorts=True), config=LONGER),
+    )  # fmt: skip
+    yield Pipeline(
+        name="wide perceptron, AdamW as it comes", planted="optimizer not fused", also=("page faults",),
+        parts=Parts(module=ByAdamW, data=rows_of_512),
+        cure=Parts(module=lambda: ByAdamW(fused=True), data=rows_of_512),
     )  # fmt: skip
     yield Pipeline(
         name="loss by loss", planted="sync in the step", also=("many tiny operations",),

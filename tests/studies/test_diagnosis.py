@@ -56,6 +56,7 @@ SLOWING = Slowing(
 )
 DRAWING = line("data.py, line 9, in __iter__", part="wait", package=OWN_ORDER, fraction=0.55)
 PADDED = {"sizes": [[100], [80]], "ends": [[[100], [10], [12], [20]], [[80], [9], [70], [11]]]}
+PLAIN = {"name": "AdamW", "can_fuse": True, "parameters": 5_000_000, "decays_gradients": False}
 HOOK = "[Callback]Watcher.on_train_batch_end"
 
 
@@ -122,6 +123,7 @@ FAULTS = {
     ),
     "batch too small": evidence(measured_gains={"full precision": (1, 1), "batch too small": (2.5, 3.0)}),
     "optimizer larger than the work": evidence(shares=shares(optimizer=0.5), work=work(rows=10_000, rows_used=50)),
+    "optimizer not fused": evidence(shares=shares(optimizer=0.5), hosts={0: host(optimizers=[PLAIN])}),
     "memory that grows": evidence(growth_bytes=2e6, hosts={0: host(grown={"Net.losses": [5, 30]})}),
     "steps that grow": evidence(slowing=SLOWING),
     "page faults": evidence(
@@ -523,6 +525,29 @@ def test_what_a_checkpoint_callback_does_is_one_finding_with_what_it_writes():
     slow = judge(other, source(other))["slow hook"]
     assert slow.sentence.startswith("SlowDisk.on_train_batch_end ")
     assert "{" not in slow.sentence
+
+
+def test_a_fused_optimizer_is_tried_where_it_computes_the_same():
+    found = FAULTS["optimizer not fused"]
+    finding = judge(found, source(found))["optimizer not fused"]
+    assert finding.change == {"levers.optimizer": "adamw-fused"}
+    low, high = finding.rule.effect(found)
+    assert (low, high) == pytest.approx((1 / (1 - 0.5 * 1.2 / 2.2), 1 / (1 - 0.5 * 6.5 / 7.5)))
+    gpu = replace(found, accelerator="gpu")
+    assert 1 < finding.rule.effect(gpu)[0] < low
+    decays = replace(found, hosts={0: host(optimizers=[{**PLAIN, "name": "Adam", "decays_gradients": True}])})
+    by_hand = judge(decays, source(decays))["optimizer not fused"]
+    assert by_hand.change == {}
+    assert by_hand.setting == "fused=True of your Adam"
+    scaled = replace(
+        found, config=found.config.replace({"hardware.precision": "16-mixed", "training.gradient_clip_norm": 1.0})
+    )
+    assert judge(scaled, source(scaled))["optimizer not fused"].change == {}
+    fused = {**PLAIN, "can_fuse": False}
+    assert names(replace(found, hosts={0: host(optimizers=[fused])})) == ()
+    assert names(replace(found, hosts={0: host(optimizers=[{**PLAIN, "parameters": 1_000_000}, fused])})) == ()
+    rows = replace(found, work=work(rows=10_000, rows_used=50))
+    assert names(rows) == ("optimizer larger than the work",)
 
 
 def test_the_headline_counts_what_is_wrong_and_names_what_comes_first():

@@ -40,6 +40,7 @@ from kit.studies.diagnosis.host import (
     filled,
     held_bytes,
     objects_bytes,
+    optimizer_of,
     padding,
 )
 from kit.studies.diagnosis.rules import RULES
@@ -922,6 +923,20 @@ def test_a_thread_of_this_system_is_looked_at():
     assert 0 <= watch.seconds["wait"] < 60
     assert watch._last[2] > 0
     watch.end()
+
+
+def test_an_optimizer_that_could_be_fused_is_told():
+    weights = [torch.nn.Parameter(torch.zeros(3, 4))]
+    told = {
+        name: optimizer_of(made) for name, made in (
+            ("adamw", torch.optim.AdamW(weights)), ("adam", torch.optim.Adam(weights)),
+            ("decaying", torch.optim.Adam(weights, weight_decay=0.1)), ("sgd", torch.optim.SGD(weights, lr=0.1)),
+            ("fused", torch.optim.AdamW(weights, fused=True)),
+        )
+    }  # fmt: skip
+    assert [name for name, one in told.items() if one["can_fuse"]] == ["adamw", "adam", "decaying"]
+    assert [name for name, one in told.items() if one["decays_gradients"] and one["can_fuse"]] == ["decaying"]
+    assert {one["parameters"] for one in told.values()} == {12}
 
 
 def test_parameters_that_never_got_a_shape_are_not_counted():

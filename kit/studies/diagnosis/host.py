@@ -238,6 +238,7 @@ class HostWatch(Callback):
             padding=padding(self._filled, equal_samples(trainer.train_dataloader)),
             workers=[{**worker, "copied": self._copies(worker, trainer.global_step)} for worker in self._workers()],
             embeddings=embeddings(module),
+            optimizers=[optimizer_of(one) for one in trainer.optimizers],
         )  # fmt: skip
 
     def _told_of(self, thread: threading.Thread) -> dict[str, str]:
@@ -488,6 +489,21 @@ def embeddings(module: nn.Module) -> dict[str, Any]:
     total = sum(one.numel() for one in module.parameters() if one.requires_grad and not is_lazy(one))
     size, name = max(tables, default=(0, ""))
     return {"name": name, "elements": size, "parameters": total}
+
+
+def optimizer_of(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """Its class, its parameters, and whether it is an Adam or AdamW of torch's that does not use its fused form."""
+    groups = optimizer.param_groups
+    own = type(optimizer) in (torch.optim.Adam, torch.optim.AdamW)
+    other = any(group.get("fused") or group.get("differentiable") for group in groups)
+    return {
+        "name": type(optimizer).__name__, "can_fuse": own and not other,
+        "parameters": sum(one.numel() for group in groups for one in group["params"] if not is_lazy(one)),
+        "decays_gradients": any(
+            group.get("weight_decay") and not group.get("decoupled_weight_decay", type(optimizer) is torch.optim.AdamW)
+            for group in groups
+        ),
+    }  # fmt: skip
 
 
 def held_by(dataset: Any) -> Iterator[Any]:
