@@ -54,12 +54,13 @@ from kit.trial.trial import Trial
 
 POINTS = {
     "INPUT": ("images decoded at full size", "one row of a large chunk", "workers started every epoch",
-              "workers copy the parent", "workers start slowly", "Python in the data", "loader made anew every epoch"),
+              "workers copy the parent", "workers start slowly", "Python in the data", "slow sampler",
+              "loader made anew every epoch"),
     "STRAGGLER": ("stragglers", "uneven batches"),
     "RESIDUAL": ("validation too often", "checkpoints too often", "slow hook", "garbage collection",
                  "interpreter held by a thread", "small collectives", "drawing or logging in the step",
                  "sync in the step", "Python in the step", "loader made anew every epoch"),
-    "OPTIMIZER": ("optimizer larger than the work",),
+    "OPTIMIZER": ("optimizer larger than the work", "optimizer not fused"),
     "MEMORY": ("memory that grows", "dataset copied into workers"),
 }  # fmt: skip
 """Words in TraceML's verdict, or in its summary, that point at the part of a step in which the fault lies."""

@@ -112,7 +112,7 @@ def format_price(amount: float) -> str:
     return text.rstrip("0").rstrip(".") if "." in text else text
 
 
-def plural(count: float, noun: str) -> str:
-    """`1 request`, `3.94 requests`."""
+def plural(count: float, noun: str, several: str = "") -> str:
+    """`1 request`, `3.94 requests`; `several` is of a noun whose plural has more than an s."""
     text = format_count(count)
-    return f"{text} {noun}" if text == "1" else f"{text} {noun}s"
+    return f"{text} {noun}" if text == "1" else f"{text} {several or noun + 's'}"

@@ -7,7 +7,7 @@ import torch
 from lightning.pytorch.demos import Transformer
 from lightning.pytorch.demos.boring_classes import BoringModel, RandomDataset
 from torch import nn
-from torch.utils.data import BatchSampler, DataLoader, Dataset, RandomSampler, TensorDataset
+from torch.utils.data import BatchSampler, DataLoader, Dataset, RandomSampler, Sampler, TensorDataset
 
 from pipelines import Parts, Pipeline
 
@@ -187,6 +187,46 @@ def series():
     return DataLoader(TensorDataset(torch.randn(1024, 24, 8)), batch_size=64, shuffle=True)
 
 
+class OfManyLengths(Dataset):
+    """Series of 12 to 300 steps, few of them long, as sentences and utterances are."""
+
+    def __init__(self):
+        few = torch.distributions.Pareto(12.0, 1.5).sample((4096,))
+        self.lengths = few.clamp(12, 300).long()
+
+    def __len__(self):
+        return len(self.lengths)
+
+    def __getitem__(self, index):
+        return torch.randn(int(self.lengths[index]), 8)
+
+
+class LikeLengths(Sampler):
+    """Batches of like lengths, from blocks drawn at random."""
+
+    def __init__(self, lengths, size=32):
+        self.lengths, self.size = lengths, size
+
+    def __len__(self):
+        return -(-len(self.lengths) // self.size)
+
+    def __iter__(self):
+        blocks = torch.randperm(len(self.lengths)).split(50 * self.size)
+        batches = [one for block in blocks for one in block[self.lengths[block].argsort()].split(self.size)]
+        return (batches[place].tolist() for place in torch.randperm(len(batches)))
+
+
+def filled_up(samples):
+    return (nn.utils.rnn.pad_sequence(samples, batch_first=True),)
+
+
+def many_lengths(sorts=False):
+    data = OfManyLengths()
+    if sorts:
+        return DataLoader(data, batch_sampler=LikeLengths(data.lengths), collate_fn=filled_up)
+    return DataLoader(data, batch_size=32, shuffle=True, collate_fn=filled_up)
+
+
 def at_once(batch_size, *tensors):
     """Batches cut from tensors in one go, as torch's documentation has it."""
     data = TensorDataset(*tensors)
@@ -196,6 +236,20 @@ def at_once(batch_size, *tensors):
 def perceptron():
     """scikit-learn's MLPClassifier: one hidden layer of 100, batches of 200."""
     return Classifier(nn.Sequential(nn.Linear(64, 100), nn.ReLU(), nn.Linear(100, 10)))
+
+
+class ByAdamW(Classifier):
+    def __init__(self, fused=None):
+        layers = [nn.Linear(512, 1536), nn.GELU(), nn.Linear(1536, 1536), nn.GELU(), nn.Linear(1536, 1536), nn.GELU()]
+        super().__init__(nn.Sequential(*layers, nn.Linear(1536, 10)))
+        self.fused = fused
+
+    def configure_optimizers(self):
+        return torch.optim.AdamW(self.parameters(), lr=1e-4, fused=self.fused)
+
+
+def rows_of_512():
+    return at_once(64, torch.rand(4096, 512), torch.randint(0, 10, (4096,)))
 
 
 def digits():
@@ -337,6 +391,16 @@ def pipelines(folder):
         name="recommender, dense AdamW", planted="optimizer larger than the work",
         parts=Parts(module=Recommender, data=ratings),
         cure=Parts(module=SparseRecommender, data=ratings, config=LONGER),
+    )  # fmt: skip
+    yield Pipeline(
+        name="series filled up to the longest", planted="padding",
+        parts=Parts(module=Series, data=many_lengths, config=LONGER),
+        cure=Parts(module=Series, data=lambda: many_lengths(sorts=True), config=LONGER),
+    )  # fmt: skip
+    yield Pipeline(
+        name="wide perceptron, AdamW as it comes", planted="optimizer not fused", also=("page faults",),
+        parts=Parts(module=ByAdamW, data=rows_of_512),
+        cure=Parts(module=lambda: ByAdamW(fused=True), data=rows_of_512),
     )  # fmt: skip
     yield Pipeline(
         name="loss by loss", planted="sync in the step", also=("many tiny operations",),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import torch
-from torch.utils.data import DataLoader, Dataset, TensorDataset
+from torch.utils.data import DataLoader, Dataset, Sampler, TensorDataset
 
 from pipelines import Parts, Pipeline
 from pipelines.models import Classifier, convolutions
@@ -100,6 +100,30 @@ class Heavy(Plain):
         return {}
 
 
+class Balanced(Sampler):
+    """Each class as often as the others, weighed anew for each index."""
+
+    def __init__(self, once=False):
+        import numpy as np
+
+        self.once, self.classes = once, np.random.default_rng(0).integers(0, 10, 100_000)
+
+    def __len__(self):
+        return 100_000
+
+    def __iter__(self):
+        import numpy as np
+
+        random = np.random.default_rng(0)
+        for _ in range(1 if self.once else len(self)):
+            weights = 1 / np.bincount(self.classes)[self.classes]
+            weights /= weights.sum()
+            if self.once:
+                yield from random.choice(len(weights), len(self), p=weights).tolist()
+            else:
+                yield int(random.choice(len(weights), p=weights))
+
+
 def net():
     return Classifier(convolutions())
 
@@ -131,6 +155,11 @@ def pipelines(folder):
         also=("garbage collection", "waiting for data"),
         parts=Parts(module=with_vocabulary, data=loader(Collecting)),
         cure=Parts(module=with_vocabulary, data=loader(Plain)),
+    )  # fmt: skip
+    yield Pipeline(
+        name="classes balanced by a sampler", planted="slow sampler", also=("page faults",),
+        parts=Parts(module=net, data=loader(Plain, sampler=Balanced())),
+        cure=Parts(module=net, data=loader(Plain, sampler=Balanced(once=True))),
     )  # fmt: skip
     yield Pipeline(
         name="spawned workers", planted="workers start slowly", speeds_up=False, also=("loader start-up",),

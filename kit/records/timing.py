@@ -27,6 +27,8 @@ from kit.trial.trial import Trial
 from kit.units import format_seconds
 
 FIELDS = ("rank", "step", "batch", "epoch", "warmup", *(f"{phase}_seconds" for phase in PHASES), "step_seconds")
+_TRANSFERS = ("on_before_batch_transfer", "on_after_batch_transfer", "transfer_batch_to_device")
+"""Hooks whose time is that of the transfer, whatever they do."""
 _DIGITS = 4
 _ROUNDING = 1e-9
 
@@ -72,6 +74,8 @@ class Timing(Drawable):
     ranks: Mapping[int, RankTiming]
     together: RankTiming
     """All ranks."""
+    transfer_hook: str = ""
+    """The hook that most of the transfer is, as Module.on_after_batch_transfer; empty where copying is, or unknown."""
 
     @property
     def shares(self) -> dict[str, float]:
@@ -88,7 +92,9 @@ class Timing(Drawable):
         if not self.together.steps:
             return "All steps were warm-up: give the trial more to tell where their time goes"
         part = max(PHASES, key=self.shares.__getitem__)
-        return f"A step takes {format_seconds(self.step_seconds)}; {PHASE_LABELS[part]} takes {self.shares[part]:.0%}"
+        hook = f", most of it in your {self.transfer_hook}" if part == "transfer" and self.transfer_hook else ""
+        seconds, share = format_seconds(self.step_seconds), f"{self.shares[part]:.0%}"
+        return f"A step takes {seconds}; {PHASE_LABELS[part]} takes {share}{hook}"
 
     # -- files
 
@@ -203,7 +209,20 @@ def timing_of(events: Sequence[Event], config: Config, name: str = "") -> Timing
         rows=tuple(rows),
         ranks=ranks,
         together=_rank_timing(measured, total),
+        transfer_hook=_transfer_hook(events, ranks),
     )
+
+
+def _transfer_hook(events: Sequence[Event], ranks: Mapping[int, RankTiming]) -> str:
+    """See `Timing.transfer_hook`: of the first rank whose hooks were timed, by the clock of the host."""
+    watched = next((one for one in events if one["kind"] == "host_watched" and one["rank"] in ranks), None)
+    if watched is None or any("host_seconds" in event for event in events):
+        return ""
+    hooks = watched.get("hooks", {})
+    transfers = {name: share for name, share in hooks.items() if name.rpartition(".")[2] in _TRANSFERS}
+    most = max(transfers, key=transfers.__getitem__, default="")
+    share = ranks[watched["rank"]].shares["transfer"]
+    return most.partition("]")[2] if most and transfers[most] >= share / 2 > 0 else ""
 
 
 def _rank_timing(rows: Sequence[Mapping[str, Any]], seconds: Mapping[str, float]) -> RankTiming:

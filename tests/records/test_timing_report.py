@@ -62,6 +62,16 @@ def test_a_validation_counts_in_the_shares_and_in_no_step():
     assert found.shares["validation"] == 0.5
 
 
+@pytest.mark.parametrize(("share", "named"), [(0.4, True), (0.1, False)])
+def test_a_hook_that_is_most_of_the_transfer_is_named_beside_it(share, named):
+    hooks = {"[LightningModule]Net.on_after_batch_transfer": share, "[Callback]Other.on_train_batch_end": 0.5}
+    watched = {"kind": "host_watched", "time": 9.0, "rank": 0, "hooks": hooks}
+    steps = [step(number, forward=1.0, transfer=1.1) for number in (3, 4)]
+    assert ("Net.on_after_batch_transfer" in timing_of([*steps, watched], CONFIG).sentence) is named
+    on_gpu = [{**one, "host_seconds": {}} for one in steps]
+    assert "on_after_batch_transfer" not in timing_of([*on_gpu, watched], CONFIG).sentence
+
+
 def test_without_a_step_after_warm_up_there_are_no_shares_and_a_way_out():
     found = timing_of([step(1, forward=1.0)], CONFIG)
     assert math.isnan(found.shares["forward"])

@@ -21,6 +21,7 @@ from kit.studies.diagnosis.gains import worth_measuring
 from kit.studies.diagnosis.host_rules import drawing_hook
 from kit.studies.diagnosis.rule import BETWEEN_TRIALS, agreed, ahead_in_processes, ahead_in_threads, bounded
 from kit.studies.diagnosis.rules import RULES
+from kit.studies.diagnosis.sampler import OWN_ORDER
 from kit.studies.diagnosis.unit_costs import LOOP, PAGE, VALUE, Decoded, decoded, unit_costs
 from kit.studies.profiling.trace import TraceInfo
 from kit.testing import TinyData, TinyModule
@@ -53,6 +54,9 @@ ON_DISK = {
 SLOWING = Slowing(
     rank=0, part="forward", step_seconds=(0.9, 1.2), part_seconds=0.1, each_seconds=0.01, steps=30, before=5
 )
+DRAWING = line("data.py, line 9, in __iter__", part="wait", package=OWN_ORDER, fraction=0.55)
+PADDED = {"sizes": [[100], [80]], "ends": [[[100], [10], [12], [20]], [[80], [9], [70], [11]]]}
+PLAIN = {"name": "AdamW", "can_fuse": True, "parameters": 5_000_000, "decays_gradients": False}
 HOOK = "[Callback]Watcher.on_train_batch_end"
 
 
@@ -90,6 +94,8 @@ FAULTS = {
     "order drawn anew every epoch": evidence(
         shares=shares(wait=0.4), hosts={0: host(lines=[line("", package="sampler", part="wait", fraction=0.35)])}
     ),
+    "padding": evidence(hosts={0: host(padding=PADDED)}),
+    "slow sampler": evidence(shares=shares(wait=0.6), hosts={0: host(lines=[DRAWING])}, thread_cores=0.99),
     "slow disk": evidence(shares=shares(wait=0.5), hosts={0: host(workers=[ON_DISK] * 2)}, thread_cores=0.5),
     "checkpoints on a slow disk": evidence(shares=shares(checkpoint=0.3), hosts={0: host(disk={"checkpoint": 0.25})}),
     "dataset copied into workers": evidence(hosts={0: host(loader={**LOADER, "objects_bytes": 4e9})}),
@@ -117,6 +123,7 @@ FAULTS = {
     ),
     "batch too small": evidence(measured_gains={"full precision": (1, 1), "batch too small": (2.5, 3.0)}),
     "optimizer larger than the work": evidence(shares=shares(optimizer=0.5), work=work(rows=10_000, rows_used=50)),
+    "optimizer not fused": evidence(shares=shares(optimizer=0.5), hosts={0: host(optimizers=[PLAIN])}),
     "memory that grows": evidence(growth_bytes=2e6, hosts={0: host(grown={"Net.losses": [5, 30]})}),
     "steps that grow": evidence(slowing=SLOWING),
     "page faults": evidence(
@@ -134,6 +141,9 @@ FAULTS = {
     ),
     "BatchNorm under checkpointing": evidence({"levers.gradient_checkpointing": True}, work=work(batch_norms_again=3)),
 }
+
+
+FAULTS_RULE = {rule.name: rule for rule in RULES}
 
 
 def names(found):
@@ -500,6 +510,46 @@ def test_checkpoints_that_are_slow_to_make_are_not_blamed_on_the_disk():
     assert names(found) == ("checkpoints too often",)
 
 
+def test_what_a_checkpoint_callback_does_is_one_finding_with_what_it_writes():
+    key = "SlowDisk{'monitor': None, 'every_n_train_steps': 2}"
+    hook = f"[Callback]{key}.on_train_batch_end"
+    own = line("disk.py, line 5, in _save_checkpoint", hook=hook, part="other")
+    watched = host(hooks={hook: 0.2, "[Callback]Quick.on_train_end": 0.01}, checkpointers=[key], lines=[own])
+    found = evidence(shares=shares(checkpoint=0.12), hosts={0: watched})
+    finding = judge(found, source(found))["checkpoints too often"]
+    assert names(found) == ("checkpoints too often",)
+    assert finding.value == pytest.approx(0.32)
+    assert "SlowDisk.on_train_batch_end" in finding.sentence
+    assert "disk.py, line 5" in finding.sentence
+    other = replace(found, hosts={0: {**watched, "checkpointers": []}})
+    slow = judge(other, source(other))["slow hook"]
+    assert slow.sentence.startswith("SlowDisk.on_train_batch_end ")
+    assert "{" not in slow.sentence
+
+
+def test_a_fused_optimizer_is_tried_where_it_computes_the_same():
+    found = FAULTS["optimizer not fused"]
+    finding = judge(found, source(found))["optimizer not fused"]
+    assert finding.change == {"levers.optimizer": "adamw-fused"}
+    low, high = finding.rule.effect(found)
+    assert (low, high) == pytest.approx((1 / (1 - 0.5 * 1.2 / 2.2), 1 / (1 - 0.5 * 6.5 / 7.5)))
+    gpu = replace(found, accelerator="gpu")
+    assert 1 < finding.rule.effect(gpu)[0] < low
+    decays = replace(found, hosts={0: host(optimizers=[{**PLAIN, "name": "Adam", "decays_gradients": True}])})
+    by_hand = judge(decays, source(decays))["optimizer not fused"]
+    assert by_hand.change == {}
+    assert by_hand.setting == "fused=True of your Adam"
+    scaled = replace(
+        found, config=found.config.replace({"hardware.precision": "16-mixed", "training.gradient_clip_norm": 1.0})
+    )
+    assert judge(scaled, source(scaled))["optimizer not fused"].change == {}
+    fused = {**PLAIN, "can_fuse": False}
+    assert names(replace(found, hosts={0: host(optimizers=[fused])})) == ()
+    assert names(replace(found, hosts={0: host(optimizers=[{**PLAIN, "parameters": 1_000_000}, fused])})) == ()
+    rows = replace(found, work=work(rows=10_000, rows_used=50))
+    assert names(rows) == ("optimizer larger than the work",)
+
+
 def test_the_headline_counts_what_is_wrong_and_names_what_comes_first():
     grown = replace(FAULTS["memory that grows"], shares=shares(checkpoint=0.3))
     headline = judge(grown, source(grown)).headline
@@ -708,6 +758,54 @@ def test_the_order_of_an_epoch_costs_all_that_its_beginning_takes():
     ]
     assert gains[0] == pytest.approx(math.sqrt(1 / (1 - 0.54) / (1 - 0.6)))
     assert gains[1] < gains[0]
+
+
+def test_a_slow_sampler_is_named_and_no_processes_are_advised():
+    worker = {"lines": [], "idle_fraction": 0.3}
+    found = replace(FAULTS["slow sampler"], hosts={0: host(lines=[DRAWING], workers=[worker] * 2)})
+    finding = judge(found, source(found))["slow sampler"]
+    assert "at data.py, line 9" in finding.sentence
+    assert OWN_ORDER not in finding.sentence
+    assert finding.change == {}
+    assert "num_workers" not in finding.setting
+    low, high = finding.rule.effect(found)
+    assert (low, high) == pytest.approx((1 / 0.7, 1 / 0.45), rel=0.01), "loader processes are idle 30 % of the time"
+    little = host(lines=[{**DRAWING, "fraction": 0.12}])
+    assert names(replace(found, hosts={0: little})) == ("Python in the data", "slow sampler"), "the rest is reading"
+
+
+def test_padding_gains_what_batches_of_like_lengths_save_and_all_of_it_at_best():
+    found = FAULTS["padding"]
+    finding = judge(found, source(found))["padding"]
+    assert finding.value == pytest.approx(1 - 312 / 720)
+    assert "9 to 100" in finding.sentence
+    passes, alike = 0.25 + found.shares["backward"], 4 * 12 + 4 * 100
+    low, high = finding.rule.effect(found)
+    assert low == pytest.approx(1 / (1 - passes * (1 - alike / 720) / 2))
+    assert high == pytest.approx(1 / (1 - passes * finding.value))
+    assert finding.example in finding.reasons["in code"]
+    assert "pre-wrap" in finding_html(finding)
+
+
+def test_the_sampler_that_is_shown_draws_each_sample_once_in_batches_of_like_lengths():
+    found = {"torch": torch}
+    exec(FAULTS_RULE["padding"].example(FAULTS["padding"]).partition("\n\n")[0], found)
+    lengths = torch.randperm(1000).tolist()
+    batches = found["LikeLengths"](lengths, 10)
+    drawn = [*batches]
+    assert len(drawn) == len(batches) == 100
+    assert sorted(place for batch in drawn for place in batch) == [*range(1000)]
+    spread = [max(lengths[place] for place in batch) - min(lengths[place] for place in batch) for batch in drawn]
+    assert sum(spread) / len(spread) < 50
+    assert [*batches] != drawn
+
+
+def test_a_batch_of_like_lengths_or_one_that_nothing_would_shorten_is_no_padding():
+    like = {"sizes": [[100], [80]], "ends": [[[100], [95], [90], [97]], [[80], [79], [75], [77]]]}
+    assert names(evidence(hosts={0: host(padding=like)})) == ()
+    lone = {"sizes": [[100], [80]], "ends": [[[100]] * 4, [[80]] * 4]}
+    assert names(evidence(hosts={0: host(padding=lone)})) == ()
+    assert names(evidence(hosts={0: host(padding={})})) == ()
 
 
 def test_a_hook_gains_what_steps_without_it_were_measured_to():

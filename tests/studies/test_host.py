@@ -3,6 +3,7 @@ import linecache
 import math
 import os
 import pickle
+import re
 import signal
 import subprocess
 import sys
@@ -32,7 +33,16 @@ from waiting import PATIENCE_SECONDS, wait_until
 import kit
 from kit.studies.diagnosis import sampler as room
 from kit.studies.diagnosis.evidence import _epoch_starts, _uneven, growth, slowing, timed_lines
-from kit.studies.diagnosis.host import HostWatch, arrays_bytes, embeddings, held_bytes, objects_bytes
+from kit.studies.diagnosis.host import (
+    HostWatch,
+    arrays_bytes,
+    embeddings,
+    filled,
+    held_bytes,
+    objects_bytes,
+    optimizer_of,
+    padding,
+)
 from kit.studies.diagnosis.rules import RULES
 from kit.studies.diagnosis.sampler import (
     DiskWatch,
@@ -169,6 +179,137 @@ def test_an_order_that_is_drawn_at_every_epoch_is_told_apart_from_reading(config
     assert sum(line["fraction"] for line in drawn) > 0.3
     assert host["loader"]["samples"] == 3_000_000
     assert "order drawn anew every epoch" in kit.studies.diagnose(trial, peaks=False).names
+
+
+class Balanced(torch.utils.data.Sampler):
+    """Weighs all samples anew for each index."""
+
+    def __len__(self):
+        return 400
+
+    def __iter__(self):
+        for _ in range(len(self)):
+            yield sum(number % 7 for number in range(150_000)) % 400
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_sampler_of_the_users_is_told_with_its_line_wherever_samples_are_read(config, workers):
+    samples = TensorDataset(torch.ones(400, 8), torch.ones(400, 1))
+    data = DataLoader(samples, batch_size=4, sampler=Balanced(), num_workers=workers)
+    trial = kit.fit(config(max_steps=60, warmup_steps=5), TinyModule, data).wait()
+    drawn = [one for one in trial.event("host_watched")["lines"] if one["package"] == room.OWN_ORDER]
+    assert all(re.search("test_host.py.* in __iter__|genexpr", one["place"]) for one in drawn)
+    diagnosis = kit.studies.diagnose(trial, peaks=False, short_trials=False)
+    assert "test_host.py, line" in diagnosis["slow sampler"].sentence
+    assert "Python in the data" not in diagnosis.names
+
+
+class Utterances(Dataset):
+    """Of 4 to 44 frames, most of them short."""
+
+    def __len__(self):
+        return 400
+
+    def __getitem__(self, index):
+        return torch.full((4 + index % 5 + 36 * (index % 4 == 0), 8), 1 + index % 4 / 4), torch.zeros(1)
+
+
+def padded(samples):
+    return torch.nn.utils.rnn.pad_sequence([x for x, _ in samples], batch_first=True), samples[0][1].expand(4, 1)
+
+
+class OfFrames(TinyModule):
+    def training_step(self, batch, batch_idx):
+        return super().training_step((batch[0].mean(1), batch[1]), batch_idx)
+
+
+def test_batches_that_are_filled_up_to_their_longest_sample_are_told(config):
+    data = DataLoader(Utterances(), batch_size=4, collate_fn=padded, num_workers=1)
+    trial = kit.fit(config(max_steps=12, warmup_steps=4), OfFrames, data).wait()
+    found = trial.event("host_watched")["padding"]
+    assert len(found["sizes"]) == 4
+    assert all(max(end for (end,) in ends) == size for ends, (size,) in zip(found["ends"], found["sizes"], strict=True))
+    diagnosis = kit.studies.diagnose(trial, peaks=False, short_trials=False)
+    assert diagnosis["padding"].value == pytest.approx(1 - (40 + 3 * 6) / (4 * 42), abs=0.1)
+    even = DataLoader(TensorDataset(torch.ones(80, 40, 8), torch.zeros(80, 1)), batch_size=4)
+    assert kit.fit(config(max_steps=12, warmup_steps=4), OfFrames, even).wait().event("host_watched")["padding"] == {}
+
+
+def ragged(*lengths, width=3, size=None):
+    x = torch.zeros(len(lengths), size or max(lengths), width)
+    for row, length in zip(x, lengths, strict=True):
+        row[:length] = torch.rand(length, width) + 0.1
+    return x
+
+
+LENGTHS = ((9, 30, 12, 5), (22, 8, 3, 11), (40, 4, 9, 17))
+
+
+def looked_at(batches, equal=False):
+    return padding([filled(batch, len(batch[-1])) for batch in batches], equal)
+
+
+@pytest.mark.parametrize("kind", ["float32", "bfloat16", "int64"])
+def test_ends_of_samples_tell_padding_of_any_numbers(kind):
+    ids = torch.zeros(4, dtype=torch.bool)
+    batches = [((10 * ragged(*lengths)).to(getattr(torch, kind)), ids) for lengths in LENGTHS]
+    before = torch.get_rng_state()
+    found = looked_at(batches)
+    assert torch.equal(torch.get_rng_state(), before)
+    assert found["sizes"] == [[30], [22], [40]]
+    assert found["ends"] == [[[one] for one in lengths] for lengths in LENGTHS]
+    assert looked_at(batches, equal=True) == {}, "samples of one shape are not filled up by a loader"
+
+
+def test_a_batch_with_its_samples_second_is_padded_along_the_first_dimension():
+    batches = [(ragged(*lengths).transpose(0, 1), torch.zeros(4, dtype=torch.bool)) for lengths in LENGTHS]
+    assert looked_at(batches)["sizes"] == [[30], [22], [40]]
+
+
+def test_a_sample_that_ends_with_a_value_of_its_own_is_full():
+    batches = [(ragged(*lengths), torch.zeros(4, dtype=torch.bool)) for lengths in LENGTHS]
+    for x, _ in batches:
+        x[x.abs().sum((1, 2)).argmax(), -3:] = 1.0
+    assert looked_at(batches)["ends"] == [[[one] for one in lengths] for lengths in LENGTHS]
+
+
+def test_padding_to_one_size_is_told_by_lengths_or_a_mask():
+    full = [ragged(*lengths, size=64) for lengths in LENGTHS]
+    counts = [torch.tensor(lengths) for lengths in LENGTHS]
+    masks = [torch.arange(64) < count[:, None] for count in counts]
+    for told in (counts, masks, [mask.long() for mask in masks], [mask.float() for mask in masks]):
+        assert looked_at([*zip(full, told, strict=True)])["sizes"] == [[64]] * 3
+    unlike = [torch.tensor((3, 2, 1, 0))] * 3
+    assert looked_at([*zip(full, unlike, strict=True)]) == {}
+
+
+def borders(side, ends):
+    x = torch.zeros(len(ends), 3, side, side)
+    for picture, end in zip(x, ends, strict=True):
+        picture[:, 2:end, 2:end] = 1
+    return x
+
+
+def no_padding():
+    label = torch.zeros(4, dtype=torch.bool)
+    yield "digits of several sizes", [(borders(28, ends), label) for ends in ((20, 24, 22, 19), (25, 20, 18, 21))]
+    yield "pictures of several sizes with borders", [(borders(side, (20, 24, 22, 19)), label) for side in (28, 36)]
+    one_hot = [torch.eye(20)[torch.randperm(20)[:4]] for _ in range(3)]
+    yield "classes, one of them 1", [(one, one.argmax(1) + 1) for one in one_hot]
+    words = [torch.zeros(4, size).scatter(1, torch.tensor([[2], [9], [size - 1], [5]]), 1) for size in (20, 30)]
+    yield "few words of many", [(one, label) for one in words]
+    shown = [(torch.rand(4, 3, side, side), torch.zeros(4, side, side, dtype=torch.long)) for side in (24, 32, 40)]
+    for _, mask in shown:
+        for row, end in zip(mask, (8, 12, mask.shape[1], 9), strict=True):
+            row[:end] = 1
+    yield "masks of objects", [(*pair, label) for pair in shown]
+    yield "all zeros", [(torch.zeros(4, size), label) for size in (20, 30)]
+    yield "labels that decide nothing", [(torch.rand(4, 20), torch.arange(4))] * 3
+
+
+@pytest.mark.parametrize(("name", "batches"), [*no_padding()])
+def test_zeros_that_are_data_are_no_padding(name, batches):
+    assert looked_at(batches) == {}
 
 
 class Archived(Dataset):
@@ -496,6 +637,17 @@ def test_the_line_that_runs_is_named_and_all_time_is_counted():
     assert 0 < sampler.cost_seconds < sampler.seconds
 
 
+def test_code_without_a_line_has_the_one_before_it():
+    code = counted.__code__
+    places = [(first, line) for first, _, line in code.co_lines() if line is not None]
+    for first, at in places:
+        for lasti in (first, first + 1):
+            assert room.line_of(SimpleNamespace(f_lineno=None, f_code=code, f_lasti=lasti)) == at
+    before_all = SimpleNamespace(f_lineno=None, f_code=code, f_lasti=-1)
+    assert room.line_of(before_all) == code.co_firstlineno
+    assert room.line_of(SimpleNamespace(f_lineno=7)) == 7
+
+
 def test_a_signal_that_somebody_uses_is_left_to_them(monkeypatch):
     monkeypatch.setattr(room.signal, "getsignal", lambda _: print)
     sampler = Sampler()
@@ -771,6 +923,20 @@ def test_a_thread_of_this_system_is_looked_at():
     assert 0 <= watch.seconds["wait"] < 60
     assert watch._last[2] > 0
     watch.end()
+
+
+def test_an_optimizer_that_could_be_fused_is_told():
+    weights = [torch.nn.Parameter(torch.zeros(3, 4))]
+    told = {
+        name: optimizer_of(made) for name, made in (
+            ("adamw", torch.optim.AdamW(weights)), ("adam", torch.optim.Adam(weights)),
+            ("decaying", torch.optim.Adam(weights, weight_decay=0.1)), ("sgd", torch.optim.SGD(weights, lr=0.1)),
+            ("fused", torch.optim.AdamW(weights, fused=True)),
+        )
+    }  # fmt: skip
+    assert [name for name, one in told.items() if one["can_fuse"]] == ["adamw", "adam", "decaying"]
+    assert [name for name, one in told.items() if one["decays_gradients"] and one["can_fuse"]] == ["decaying"]
+    assert {one["parameters"] for one in told.values()} == {12}
 
 
 def test_parameters_that_never_got_a_shape_are_not_counted():

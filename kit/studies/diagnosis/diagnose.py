@@ -67,6 +67,8 @@ class Finding:
     """Samples per batch that do it, where the caller's own data makes the batches."""
     predicted: Range | None
     """Throughput after over before, from and to; None where it is not about time, or not known."""
+    example: str = ""
+    """The change in code, where it is the user's own that changes."""
     limit_next: str
     """The part of the step that is longest after the change, and its share; empty where not known."""
     is_part: bool
@@ -112,7 +114,7 @@ class Finding:
     @property
     def reasons(self) -> dict[str, str]:
         """What to change, what that should bring, and why one may believe it."""
-        code = {"in code": self.code} if self.code else {}
+        code = {"in code": self.code or self.example} if self.code or self.example else {}
         effect = {"predicted": self.effect} if self.can_try or self.predicted is not None else {}
         return {
             "change": self.setting, **code, **effect, "evidence": self.evidence, "threshold": self.threshold,
@@ -240,7 +242,8 @@ class Diagnosis(Drawable):
         lines = [self.headline]
         for finding in self.findings:
             lines += [f"- {finding.name}: {finding.sentence}"]
-            lines += [f"    {name}: {text}" for name, text in finding.reasons.items()]
+            reasons = finding.reasons.items()
+            lines += [f"    {name}:{chr(10) if chr(10) in text else ' '}{text}" for name, text in reasons]
         return "\n".join([*lines, *(f"- {text}" for text in self._rest)])
 
     def _repr_html_(self) -> str:
@@ -300,7 +303,7 @@ def finding_html(finding: Finding) -> str:
     columns = "display: grid; grid-template-columns: max-content minmax(0, 1fr); gap: 1px 12px; margin-top: 3px"
     rows, folded = "", ""
     for name, text in finding.reasons.items():
-        shown = f"<code>{escape(text)}</code>" if name == "in code" else escape(text)
+        shown = f'<code style="white-space: pre-wrap">{escape(text)}</code>' if name == "in code" else escape(text)
         if name in ("evidence", "threshold"):
             folded += f"<div>{shown}</div>"
             shown = _evidence_html(finding) if name == "evidence" else ""
@@ -485,7 +488,7 @@ def _finding(rule: Rule, value: float, evidence: Evidence, source: RunSource) ->
         rule=rule, value=value, sentence=rule.sentence(evidence, value) + bound, setting=rule.setting(evidence),
         change=change, batch_size=rule.batch_size(evidence), source=source,
         predicted=widened(effect, evidence, rule.part),
-        limit_next=_limit_next(rule, middle(effect), evidence),
+        example=rule.example(evidence), limit_next=_limit_next(rule, middle(effect), evidence),
         explains=rule.explains(evidence) if callable(rule.explains) else rule.explains,
         is_part=rule.unit == "fraction" and abs(evidence.shares.get(rule.part, math.inf) - value) < _LEAST_SHOWN,
     )  # fmt: skip

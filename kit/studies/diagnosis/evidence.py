@@ -23,7 +23,7 @@ from kit.machine.machine import hardware
 from kit.machine.processes import machine
 from kit.records.trace import BESIDE_TRAINING, finite, merged
 from kit.speed.peaks import Peaks
-from kit.studies.diagnosis.sampler import COMPUTING, GARBAGE, MAKING
+from kit.studies.diagnosis.sampler import COMPUTING, GARBAGE, MAKING, OWN_ORDER
 from kit.studies.diagnosis.unit_costs import LOOP, PAGE, VALUE, Decoded, decoded, unit_costs
 from kit.studies.profiling.profile import Profile
 from kit.studies.profiling.trace import TraceInfo
@@ -311,7 +311,7 @@ def most_seen(lines: Iterable[Mapping[str, Any]], whole: float = 1.0) -> tuple[f
         where = f"in {name}, most of that at {line_at}"
     else:
         where = f"at {place}" if place else ""
-    called = f"in {package}" if package and package != GARBAGE else ""  # which has a clock of its own
+    called = f"in {package}" if package not in ("", GARBAGE, OWN_ORDER) else ""  # which is no library
     return min(1.0, shares[most]), ", ".join(filter(None, (where, called))), package
 
 

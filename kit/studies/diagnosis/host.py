@@ -2,8 +2,10 @@
 
 `HostWatch` writes one `host_watched` event per rank, of the steps after the warm-up. Lines of the user's code are
 sampled in the rank and in its forked loader processes (`kit.studies.diagnosis.sampler`). What hooks take is timed, by
-the clock of the step (`kit.trial.recorder`). What is kept is what the allocators say is not freed. All of it costs less
-than a hundredth of the time, and says what (`own_fraction`).
+the clock of the step (`kit.trial.recorder`). What is kept is what the allocators say is not freed. How far each sample
+fills its batch (`filled`) is looked at by NumPy, which asks nothing of torch's allocator or of its random numbers, in a
+few batches: where there are warm-up steps, after those whose memory is measured and before any is timed. All of it
+costs less than a hundredth of the time, and says what (`own_fraction`).
 """
 
 from __future__ import annotations
@@ -20,16 +22,20 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.callbacks import Checkpoint
 from torch import nn
 from torch.nn.parameter import is_lazy
+from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves
 from torch.utils.data import DataLoader, IterableDataset
 from torch.utils.data._utils import worker as torch_worker
+from torch.utils.data._utils.collate import default_collate
 from typing_extensions import override
 
 from kit.machine.processes import scheduled_seconds, thread_usage
@@ -45,7 +51,9 @@ from kit.studies.diagnosis.sampler import (
     summary,
 )  # fmt: skip
 from kit.trial.context import Context
+from kit.trial.meters import STEPS
 from kit.trial.recorder import StepClock
+from kit.trial.recorder import samples_of as batch_samples
 from kit.trial.verdict import describe
 
 _POINTS = 12
@@ -113,6 +121,7 @@ class HostWatch(Callback):
         self._copied: dict[int, tuple[int, int]] = {}
         self._trained_on: Callable[[], Any] | None = None
         self._remade = 0
+        self._filled: list[list[Filled]] = []
 
     @override
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -131,7 +140,12 @@ class HostWatch(Callback):
 
     @override
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
-        if self._sampler is None and trainer.global_step >= self._context.config.trial.warmup_steps:
+        timed = trainer.global_step >= self._context.config.trial.warmup_steps
+        least = STEPS if self._context.config.trial.measure_memory else 0
+        if trainer.global_step >= least and len(self._filled) < _FILLED_BATCHES and not (timed and batch_is_far(batch)):
+            with contextlib.suppress(Exception), _disable_current_modes():  # looking must never end a training
+                self._filled.append(filled(batch, batch_samples(trainer, batch)))
+        if self._sampler is None and timed:
             gc.callbacks.append(self._garbage)
             self._clock.actions.clear()
             self._begun = {
@@ -203,6 +217,7 @@ class HostWatch(Callback):
                 for name, seconds in self._clock.actions.items()
                 if name.startswith(_HOOKS) and name.partition("]")[2].rpartition(".")[0] not in mine
             },
+            checkpointers=[callback.state_key for callback in callbacks if isinstance(callback, Checkpoint)],
             garbage_fraction=self._garbage.seconds / wall,
             young_garbage_fraction=self._garbage.young_seconds / wall,
             collections=self._garbage.collections,
@@ -220,8 +235,10 @@ class HostWatch(Callback):
             held=self._held,
             loader=self._loader(trainer),
             loaders_remade=self._remade,
+            padding=padding(self._filled, equal_samples(trainer.train_dataloader)),
             workers=[{**worker, "copied": self._copies(worker, trainer.global_step)} for worker in self._workers()],
             embeddings=embeddings(module),
+            optimizers=[optimizer_of(one) for one in trainer.optimizers],
         )  # fmt: skip
 
     def _told_of(self, thread: threading.Thread) -> dict[str, str]:
@@ -292,6 +309,164 @@ def pixels(batch: Any) -> int:
     return max((int(shape[-1] * shape[-2]) for shape in shapes), default=0)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Filled:
+    """One tensor of a batch: how far each sample is anything but one value that is repeated to its end."""
+
+    size: tuple[int, ...]
+    """Along each dimension but that of samples."""
+    ends: np.ndarray
+    """`(sample, dimension)`: what comes after is all the value of the last number."""
+    bytes: int
+    told: tuple[bool, ...]
+    """Of each dimension, whether lengths in the batch, or a mask, say the same."""
+    dense: tuple[bool, ...]
+    """Of each dimension, whether most places before the ends have another value: few of one-hot numbers have."""
+
+
+def batch_is_far(batch: Any) -> bool:
+    """Whether looking at a batch would make the host wait for a device."""
+    return any(isinstance(leaf, torch.Tensor) and leaf.device.type != "cpu" for leaf in tree_leaves(batch))
+
+
+def filled(batch: Any, samples: int) -> list[Filled]:
+    """Of the tensors of a batch, in order; of one that cannot be padded an empty one.
+
+    A value that is repeated to the end is looked for from the end, by halves, so what is no padding is hardly read.
+    """
+    leaves = [leaf for leaf in tree_leaves(batch) if isinstance(leaf, torch.Tensor)]
+    arrays = [_array(leaf, samples) for leaf in leaves]
+    whole = [(array, array) for array in arrays if array is not None and array.ndim == 1 and array.dtype.kind in "iu"]
+    lengths = [*whole, *((array, _marked(array)) for array in arrays if array is not None and array.ndim == 2)]
+    found = list[Filled]()
+    for array in arrays:
+        if array is None or array.ndim < 2 or array.dtype == bool or array.size > _MOST_FILLED:
+            found.append(Filled(size=(), ends=np.zeros((0, 0), int), bytes=0, told=(), dense=()))
+            continue
+        last = array.reshape(len(array), -1)[:, -1]
+        ends = np.array([
+            [_end(sample, dim, value) for dim in range(sample.ndim)] for sample, value in zip(array, last, strict=True)
+        ])  # fmt: skip
+        full = np.array(array.shape[1:])
+        values, counts = np.unique(last[(ends < full).any(axis=1)], return_counts=True)
+        if len(values) > 1:  # some samples end with a few of another value, or each with one of its own
+            filler = last == values[counts.argmax()]
+            ends = np.where(filler[:, None] & (2 * counts.max() > counts.sum()), ends, full)
+        told, dense = list[bool](), list[bool]()
+        for dim, size in enumerate(full):
+            told.append(any(_says(said, ends[:, dim], size) for of, said in lengths if of is not array))
+            dense.append(bool((ends[:, dim] < size).any()) and _is_dense(array, ends[:, dim], dim))
+        size = tuple(map(int, full))
+        found.append(Filled(size=size, ends=ends, bytes=array.nbytes, told=tuple(told), dense=tuple(dense)))
+    return found
+
+
+_FILLED_BATCHES, _MOST_FILLED = 4, 1 << 25
+_MOST_SAMPLES, _LEAST_LONG, _NEARLY_ALL = 1024, 4, 0.75
+
+
+def _array(leaf: torch.Tensor, samples: int) -> np.ndarray | None:
+    """The numbers of a tensor in memory, samples first; None where nobody knows which dimension has them."""
+    if type(leaf) is not torch.Tensor or leaf.layout != torch.strided or leaf.requires_grad or leaf.is_complex():
+        return None
+    dim = next((dim for dim, size in enumerate(leaf.shape[:2]) if size == samples), None)
+    if dim is None or not 1 < samples <= _MOST_SAMPLES or not leaf.numel():
+        return None
+    leaf = leaf.view(torch.int16) if leaf.dtype == torch.bfloat16 else leaf
+    return np.moveaxis(leaf.cpu().numpy(), dim, 0)
+
+
+def _end(sample: np.ndarray, dim: int, value: Any) -> int:
+    """Where along a dimension the part begins that has nothing but `value`; one place at least is no such part."""
+    along = np.moveaxis(sample, dim, 0)
+    low, high = 1, len(along)
+    if high < _LEAST_LONG or not (along[-1] == value).all():
+        return high
+    high -= 1
+    while low < high:
+        middle = (low + high) // 2
+        if (along[middle:high] == value).all():
+            high = middle
+        else:
+            low = middle + 1
+    return high
+
+
+def _is_dense(array: np.ndarray, ends: np.ndarray, dim: int) -> bool:
+    """See `Filled.dense`, of a few samples that are filled up."""
+    few = [place for place in range(len(array)) if ends[place] < array.shape[dim + 1]][:_FEW]
+    others = [np.moveaxis(array[place], dim, 0)[: ends[place]] != array[place].flat[-1] for place in few]
+    return float(np.mean([one.reshape(len(one), -1).any(axis=1).mean() for one in others])) >= _DENSE
+
+
+_FEW, _DENSE = 16, 0.5
+
+
+def _marked(array: np.ndarray) -> np.ndarray:
+    """The lengths that a mask of samples says: true, or 1, up to there; -1 where it is no such mask."""
+    ones = array == array[:, :1]
+    lengths = ones.sum(axis=1)
+    is_mask = array.dtype == bool or bool(np.isin(array[:, 0], (0, 1)).all() and np.isin(array, (0, 1)).all())
+    is_first = (ones == (np.arange(array.shape[1]) < lengths[:, None])).all() if is_mask else False
+    return lengths if is_first else np.full(len(array), -1)
+
+
+def _says(lengths: np.ndarray, ends: np.ndarray, size: int) -> bool:
+    """Whether lengths are those of the samples: data may itself end with a few of the value that fills it up."""
+    beyond = lengths - ends
+    return bool((beyond >= 0).all() and (lengths <= size).all() and beyond.mean() <= _OF_DATA * size)
+
+
+_OF_DATA = 0.05
+
+
+def equal_samples(loader: Any) -> bool:
+    """Whether a loader only puts together what has one shape."""
+    return isinstance(loader, DataLoader) and loader.collate_fn is default_collate
+
+
+def padding(batches: list[list[Filled]], equal: bool) -> dict[str, Any]:
+    """Sizes and ends of the padded tensor that is largest; empty where none is, which is told from zeros that are data.
+
+    A dimension is padded where samples of a batch end at different places, and where batches differ in size and one
+    sample fills each, or where lengths or a mask say so. Of tensors of one size the largest decides, as a mask of
+    objects may end early in a picture that does not.
+
+    Args:
+        batches: In each the same tensors, in the same order.
+        equal: Whether samples had one shape before they were put together.
+    """
+    tensors = [*zip(*batches, strict=False)] if batches else []
+    most: tuple[int, list[int], tuple[Filled, ...]] = (0, [], ())
+    for seen in tensors:
+        size, dims = sum(one.bytes for one in seen), [*range(min(len(one.size) for one in seen))]
+        larger = (other for other in tensors if sum(one.bytes for one in other) > size)
+        if any(_sizes(other) & _sizes(seen) for other in larger if other is not seen):
+            continue
+        padded = [dim for dim in dims if _is_padded(seen, dim, equal)]
+        if padded and size > most[0]:
+            most = (size, padded, seen)
+    _, dims, seen = most
+    if not dims:
+        return {}
+    return {"sizes": [[one.size[dim] for dim in dims] for one in seen],
+            "ends": [one.ends[:, dims].tolist() for one in seen]}  # fmt: skip
+
+
+def _sizes(seen: tuple[Filled, ...]) -> set[tuple[int, ...]]:
+    """Of each dimension its size in all batches."""
+    return {*zip(*(one.size for one in seen), strict=False)}
+
+
+def _is_padded(seen: tuple[Filled, ...], dim: int, equal: bool) -> bool:
+    differ = [len({*one.ends[:, dim].tolist()}) > 1 for one in seen]
+    fill = [int(one.ends[:, dim].max()) == one.size[dim] for one in seen]
+    told, dense = [one.told[dim] for one in seen], [one.dense[dim] for one in seen]
+    sizes = {one.size[dim] for one in seen}
+    by_size = len(sizes) > 1 and not equal and sum(fill) >= _NEARLY_ALL * len(seen)
+    return min(sum(differ), sum(dense)) >= _NEARLY_ALL * len(seen) and (by_size or all(told))
+
+
 def samples_of(loader: DataLoader[Any]) -> int:
     """The length of an epoch's order; 0 where it has none."""
     with contextlib.suppress(TypeError, AttributeError, NotImplementedError):
@@ -314,6 +489,21 @@ def embeddings(module: nn.Module) -> dict[str, Any]:
     total = sum(one.numel() for one in module.parameters() if one.requires_grad and not is_lazy(one))
     size, name = max(tables, default=(0, ""))
     return {"name": name, "elements": size, "parameters": total}
+
+
+def optimizer_of(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """Its class, its parameters, and whether it is an Adam or AdamW of torch's that does not use its fused form."""
+    groups = optimizer.param_groups
+    own = type(optimizer) in (torch.optim.Adam, torch.optim.AdamW)
+    other = any(group.get("fused") or group.get("differentiable") for group in groups)
+    return {
+        "name": type(optimizer).__name__, "can_fuse": own and not other,
+        "parameters": sum(one.numel() for group in groups for one in group["params"] if not is_lazy(one)),
+        "decays_gradients": any(
+            group.get("weight_decay") and not group.get("decoupled_weight_decay", type(optimizer) is torch.optim.AdamW)
+            for group in groups
+        ),
+    }  # fmt: skip
 
 
 def held_by(dataset: Any) -> Iterator[Any]:

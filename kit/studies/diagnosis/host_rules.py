@@ -136,11 +136,51 @@ def _python_sentence(found: Evidence, value: float) -> str:
 def _hooks(found: Evidence, rank: int) -> dict[str, float]:
     """The share of each hook without what it draws and logs; 0 where that is most of it."""
     hooks, drawing = dict[str, float](), _drawn(found, rank)
+    checkpoints = _checkpoint_hooks(found, rank)
     for name, share in found.hosts[rank].get("hooks", {}).items():
-        if name.rpartition(".")[2] not in _HOOKS_OF_PARTS:
+        if name.rpartition(".")[2] not in _HOOKS_OF_PARTS and name not in checkpoints:
             drawn = math.fsum(line["fraction"] for line in drawing if line["hook"] == name)
             hooks[name] = share - drawn if drawn < _MOST_OF_HOOK * share else 0.0
     return hooks
+
+
+def hook_words(name: str) -> str:
+    """`Class.hook` of an action of Lightning; the key of a callback's state also has its settings, in braces."""
+    owner, _, hook = name.partition("]")[2].rpartition(".")
+    return f"{owner.partition('{')[0]}.{hook}"
+
+
+def _checkpoint_hooks(found: Evidence, rank: int) -> dict[str, float]:
+    """The share of each hook of a callback that writes checkpoints, without the writing that Lightning does for it."""
+    host = found.hosts[rank]
+    owners = {f"[Callback]{key}" for key in host.get("checkpointers", ())}
+    return {name: share for name, share in host.get("hooks", {}).items() if name.rpartition(".")[0] in owners}
+
+
+def _checkpoints(found: Evidence) -> float | None:
+    """With all that the callbacks which write them do, of the rank where that is most."""
+    hooks = (math.fsum(_checkpoint_hooks(found, rank).values()) for rank in found.hosts)
+    share, own = found.shares.get("checkpoint"), max(hooks, default=0.0)
+    return own or None if share is None else min(1.0, share + own)
+
+
+def _checkpoints_sentence(found: Evidence, value: float) -> str:
+    every = [(share, name, rank) for rank in found.hosts for name, share in _checkpoint_hooks(found, rank).items()]
+    share, name, rank = max(every, default=(0.0, "", 0))
+    said = f"Writing checkpoints takes {value:.0%} of the time, {format_seconds(value * found.step_seconds)} a step"
+    if share < _TWENTIETH:
+        return f"{said}."
+    own = (line for line in found.hosts[rank].get("lines", ()) if line["hook"] == name and line["place"])
+    place = next((f", at {line['place']}" for line in own), "")
+    return (
+        f"{said}: {max(0.0, value - share):.0%} is Lightning's own writing, {share:.0%} what {hook_words(name)} does "
+        f"besides{place}."
+    )
+
+
+def _checkpoints_effect(found: Evidence) -> Range:
+    share, reach = _checkpoints(found) or 0.0, min(0.5, 2 * found.errors.get("checkpoint", 0.0))
+    return without(share * (1 - reach), share * (1 + reach))
 
 
 _MOST_OF_HOOK = 0.8
@@ -166,7 +206,7 @@ def _hook_sentence(found: Evidence, value: float) -> str:
     alone = f", on rank {rank} alone, for which the others wait" if others and max(others) < value / 2 else ""
     at = f", at {place}" if place else ""
     seconds = format_seconds(value * found.step_seconds)
-    return f"{name.partition(']')[2]} takes {value:.0%} of the time, {seconds} a step{at}{alone}."
+    return f"{hook_words(name)} takes {value:.0%} of the time, {seconds} a step{at}{alone}."
 
 
 def _hook_effect(found: Evidence) -> Range:
@@ -302,6 +342,55 @@ def _idle_optimizer_sentence(found: Evidence, value: float) -> str:
         f"{tables['elements'] / tables['parameters']:.0%} of the parameters, of which a batch uses "
         f"{1 - _unused(found):.1%}."
     )
+
+
+def _not_fused(found: Evidence) -> list[Mapping[str, Any]]:
+    return [one for one in found.host.get("optimizers", ()) if one["can_fuse"]]
+
+
+def _unfused_optimizer(found: Evidence) -> float | None:
+    """The share of the optimizer, by the parameters of those that could be fused."""
+    optimizers = found.host.get("optimizers")
+    if optimizers is None or "optimizer" not in found.shares:
+        return None
+    total = math.fsum(one["parameters"] for one in optimizers)
+    plain = math.fsum(one["parameters"] for one in _not_fused(found))
+    return found.shares["optimizer"] * plain / total if plain >= _LEAST_FUSED else 0.0
+
+
+def _unfused_optimizer_sentence(found: Evidence, value: float) -> str:
+    ones = _not_fused(found)
+    count = format_count(math.fsum(one["parameters"] for one in ones))
+    return (
+        f"The optimizer takes {value:.0%} of the time: {ones[0]['name']} passes over its {count} parameters again and "
+        "again, a few numbers computed in each pass; fused, it computes all of a step in one."
+    )
+
+
+def _unfused_optimizer_change(found: Evidence) -> Change:
+    """By AdamW, which is Adam where no decay is in the gradients; a scaled step that clips refuses a fused one."""
+    config = found.config
+    scales = config.hardware.precision == "16-mixed" or (found.on_gpu and config.hardware.precision == "auto")
+    clips = config.training.gradient_clip_norm is not None and scales
+    others = len(_not_fused(found)) < len(found.host["optimizers"])
+    own = any(one["decays_gradients"] for one in _not_fused(found))
+    return {} if clips or others or own else {"levers.optimizer": "adamw-fused"}
+
+
+def _unfused_optimizer_setting(found: Evidence) -> str:
+    own = f"fused=True of your {_not_fused(found)[0]['name']}"
+    return f"levers.optimizer: adamw-fused, which is {own}" if _unfused_optimizer_change(found) else own
+
+
+def _unfused_optimizer_effect(found: Evidence) -> Range:
+    """As many times as fast as was measured on a CPU; on a GPU by the passes of the form for lists, three at best."""
+    low, high = _FUSED_ON_GPU if found.on_gpu else _FUSED
+    share = _unfused_optimizer(found) or 0.0
+    return without(share * (1 - 1 / low), share * (1 - 1 / high))
+
+
+_FUSED, _FUSED_ON_GPU, _LEAST_FUSED = (2.2, 7.5), (1.2, 3.0), 100_000
+"""Of Adam and AdamW with 0.1 to 30 million parameters in 8 to 100 tensors, by one thread and two."""
 
 
 def _small_collectives(found: Evidence) -> float | None:
@@ -480,11 +569,9 @@ HOST_RULES: tuple[Rule, ...] = (
     Rule(
         name="checkpoints too often", looks_at="share of the time in writing checkpoints", unit="fraction",
         threshold=SLIVER, source="kit", needs="timed steps", part="checkpoint",
-        measure=lambda found: _share(found, "checkpoint"),
-        sentence=lambda found, value: f"Writing checkpoints takes {value:.0%} of the time, "
-        f"{format_seconds(value * found.step_seconds)} a step.",
+        measure=_checkpoints, sentence=_checkpoints_sentence,
         setting=lambda _: "every_n_train_steps of your ModelCheckpoint, save_weights_only, or a faster disk",
-        effect=lambda found: without_part(found, "checkpoint"),
+        effect=_checkpoints_effect,
     ),
     Rule(
         name="drawing or logging in the step", looks_at="share of the time in drawing and logging", unit="fraction",
@@ -539,7 +626,15 @@ HOST_RULES: tuple[Rule, ...] = (
         "rows of a large table", unit="fraction", threshold=0.3, source="kit", needs="watched steps and counted work",
         measure=_idle_optimizer, sentence=_idle_optimizer_sentence, part="optimizer",
         setting=lambda _: "sparse=True of that embedding, with SparseAdam or SGD for it",
-        effect=_idle_optimizer_effect, explains=("batch too small",),
+        effect=_idle_optimizer_effect, explains=("optimizer not fused", "batch too small"),
+    ),
+    Rule(
+        name="optimizer not fused", looks_at="share of the time in an Adam or AdamW of torch's that is not fused",
+        unit="fraction", threshold=0.2, source="kit: fused they were 2.2 to 7.5 times as fast on two cores, with 0.1 "
+        "to 30 million parameters; of a fifth of a step that is 1.12 × and more", needs="watched steps",
+        measure=_unfused_optimizer, sentence=_unfused_optimizer_sentence, part="optimizer",
+        setting=_unfused_optimizer_setting, change=_unfused_optimizer_change, effect=_unfused_optimizer_effect,
+        explains=("batch too small",),
     ),
     Rule(
         name="memory that grows", looks_at=f"memory that {MANY_STEPS:,} steps would add, over the machine's",

@@ -9,9 +9,9 @@ import math
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from kit.studies.diagnosis.evidence import Evidence
+from kit.studies.diagnosis.evidence import Evidence, most_seen
 from kit.studies.diagnosis.rule import MANY_STEPS, SLIVER, WAITS, Range, Rule, gone_from_reading, without, without_part
-from kit.studies.diagnosis.sampler import COMPUTING, MAKING
+from kit.studies.diagnosis.sampler import COMPUTING, MAKING, OWN_ORDER
 from kit.units import format_bytes, format_count, format_seconds, plural
 
 _DECODED_AGAIN = (4.0, 12.0)
@@ -264,6 +264,73 @@ def _slow_checkpoints(found: Evidence) -> float | None:
     return min(waited, whole) if waited >= whole / 2 else 0.0
 
 
+# -- lengths
+
+
+class _Padded(NamedTuple):
+    """Numbers of the batches that were looked at, over all that they have."""
+
+    real: float
+    """What samples have."""
+    alike: float
+    """What batches would have that are made of samples of like lengths, of all that were seen."""
+
+
+def _padded(found: Evidence) -> _Padded | None:
+    seen = found.host.get("padding")
+    if not seen:
+        return None
+    sizes, batches = seen["sizes"], seen["ends"]
+    whole = math.fsum(len(ends) * math.prod(size) for size, ends in zip(sizes, batches, strict=True))
+    samples = sorted((ends for batch in batches for ends in batch), key=math.prod)
+    count = max(1, round(len(samples) / len(batches)))
+    cuts = [samples[first : first + count] for first in range(0, len(samples), count)]
+    alike = math.fsum(len(cut) * math.prod(map(max, zip(*cut, strict=True))) for cut in cuts)
+    return _Padded(math.fsum(map(math.prod, samples)) / whole, min(1.0, alike / whole))
+
+
+def _padding(found: Evidence) -> float | None:
+    if "padding" not in found.host:
+        return None
+    padded = _padded(found)
+    return 0.0 if padded is None or 1 - padded.alike < SLIVER else 1 - padded.real
+
+
+def _padding_sentence(found: Evidence, value: float) -> str:
+    seen, padded = found.host["padding"], _padded(found) or _Padded(1.0, 1.0)
+    ends = [one[0] for batch in seen["ends"] for one in batch]
+    return (
+        f"Of a batch {value:.0%} is padding: samples are {min(ends)} to {max(ends)} long and are filled up to the size "
+        f"of their batch, so {1 / padded.real:.1f} times the numbers are computed with. Sorted into batches of like "
+        f"lengths, the same samples would be {1 - padded.real / padded.alike:.0%} padding "
+        f"({plural(len(seen['ends']), 'batch', 'batches')} looked at)."
+    )
+
+
+def _padding_effect(found: Evidence) -> Range:
+    """Of the passes, from half of what goes with batches of like lengths to all of the padding.
+
+    A part of a pass does not depend on lengths (calls, weights); attention depends on them by their square.
+    """
+    padded = _padded(found) or _Padded(1.0, 1.0)
+    passes = math.fsum(found.shares.get(part, 0.0) for part in ("forward", "backward"))
+    return without(passes * (1 - padded.alike) / 2, passes * (1 - padded.real))
+
+
+def _padding_example(found: Evidence) -> str:
+    return f"""class LikeLengths(torch.utils.data.Sampler):
+    def __init__(self, lengths, size):
+        self.lengths, self.size = torch.as_tensor(lengths), size
+    def __len__(self):
+        return -(-len(self.lengths) // self.size)
+    def __iter__(self):
+        blocks = torch.randperm(len(self.lengths)).split(50 * self.size)
+        batches = [one for block in blocks for one in block[self.lengths[block].argsort()].split(self.size)]
+        return (batches[place].tolist() for place in torch.randperm(len(batches)))
+
+DataLoader(data, batch_sampler=LikeLengths(lengths, {max(1, round(found.batch_samples))}), collate_fn=pad)"""
+
+
 # -- workers
 
 
@@ -379,6 +446,40 @@ def _order_effect(found: Evidence) -> Range:
     return without(0.9 * (order if processes or found.host.get("loaders_remade") else whole), whole)
 
 
+def _drawn(found: Evidence) -> list[Mapping[str, Any]]:
+    """Lines of the training thread at which a sampler of the user's draws indices."""
+    return [line for line in found.host.get("lines", ()) if line["package"] == OWN_ORDER and line["part"] == "wait"]
+
+
+def _slow_sampler(found: Evidence) -> float | None:
+    return math.fsum(line["fraction"] for line in _drawn(found)) if found.host else None
+
+
+def _slow_sampler_sentence(found: Evidence, value: float) -> str:
+    _, where, _package = most_seen(_drawn(found))
+    seconds, several = format_seconds(value * found.step_seconds), _workers(found)
+    whose = f"though {plural(several, 'worker')} read the samples" if several else "itself"
+    return (
+        f"Your sampler takes {value:.0%} of the time, {seconds} a batch, {where}: the training process draws all "
+        f"indices {whose}, so no number of loader processes makes that faster."
+    )
+
+
+def _slow_sampler_effect(found: Evidence) -> Range:
+    """Without it, at most; at least as fast as loader processes make batches now, or by the error of its share."""
+    share, count = _slow_sampler(found) or 0.0, int(found.host.get("samples", 1)) or 1
+    busy = [1 - worker["idle_fraction"] for worker in found.host.get("workers", ()) if "idle_fraction" in worker]
+    left = max(1 - share, *busy) if busy else 1 - share
+    error = 2 * math.sqrt(max(0.0, share * (1 - share)) / count)
+    return without(min(1 - left, share - error), share)
+
+
+def _slow_sampler_explains(found: Evidence) -> tuple[str, ...]:
+    """What is waited for, where that is mostly the sampler."""
+    is_most = (_slow_sampler(found) or 0.0) >= found.shares.get("wait", 0.0) / 2
+    return (*WAITS, "no prefetch", "Python in the data", "all cores busy", "loader start-up") if is_most else ()
+
+
 def _remade(found: Evidence) -> float | None:
     if not found.host or "loaders_remade" not in found.host:
         return None
@@ -412,6 +513,15 @@ LOADER_RULES: tuple[Rule, ...] = (
         "mmap_mode do); or read the rows of a chunk together",
         effect=_one_row_effect, part="wait",
         explains=(*WAITS, "no prefetch", "Python in the data", "all cores busy", "slow disk"),
+    ),
+    Rule(
+        name="padding", looks_at="part of a batch that is padding", unit="fraction", threshold=0.25,
+        source="Krell et al. 2021, Efficient Sequence Packing: half of BERT's tokens are padding; the quarter is "
+        "kit's, where batches of like lengths save a tenth and more", needs="watched steps",
+        measure=_padding, sentence=_padding_sentence, part="backward",
+        setting=lambda _: "batch_sampler of your DataLoader: batches of like lengths, sorted within blocks that are "
+        "drawn at random, so that the order stays random; lengths are those of all samples, known before",
+        example=_padding_example, effect=_padding_effect,
     ),
     Rule(
         name="slow disk", looks_at="part of the time of who makes batches in which it waits for a disk",
@@ -478,6 +588,14 @@ LOADER_RULES: tuple[Rule, ...] = (
         "draws as it goes; or longer epochs",
         effect=_order_effect,
         explains=(*WAITS, "no prefetch", "Python in the data", "all cores busy", "loader start-up"),
+    ),
+    Rule(
+        name="slow sampler", looks_at="share of the time in which your sampler draws indices", unit="fraction",
+        threshold=SLIVER, source="kit: a sampler runs in the training process, whatever num_workers is",
+        needs="watched steps", measure=_slow_sampler, sentence=_slow_sampler_sentence, part="wait",
+        setting=lambda _: "that sampler: draw all indices of an epoch in one call when it starts (as "
+        "torch.utils.data.WeightedRandomSampler does), from weights or tables that are made once",
+        effect=_slow_sampler_effect, explains=_slow_sampler_explains,
     ),
     Rule(
         name="loader made anew every epoch", looks_at="share of the time that first steps of epochs take longer, where "

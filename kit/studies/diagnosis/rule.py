@@ -59,6 +59,8 @@ class Rule:
     """Samples per batch that do it, where the caller's own data makes the batches."""
     effect: Callable[[Evidence], Range | None] = lambda _: None
     """Throughput after the change over throughput before, from and to."""
+    example: Callable[[Evidence], str] = lambda _: ""
+    """The change in code, where it is the user's own that changes; empty where words say it."""
     part: str = ""
     """The part of a step that the change makes shorter."""
     explains: tuple[str, ...] | Callable[[Evidence], tuple[str, ...]] = ()

@@ -113,8 +113,6 @@ def _small_chunks(found: Evidence, package: str) -> str:
     return f", which reads {read['chunks']} chunks of {'×'.join(map(str, read['chunk']))} at a time: larger ones help"
 
 
-_ALL = 0.99
-"""Of the time, at most, that a wait is taken to be."""
 _MANY_CHUNKS = 16
 
 
@@ -416,8 +414,8 @@ RULES: tuple[Rule, ...] = (
         "uses no CPU", needs="cpu_used, and a wait of a fifth of the time", measure=_one_core,
         sentence=lambda found, _: "One core is at 100 % making batches in Python while everything else waits for it: "
         f"{format_seconds(found.wait_seconds)} a batch{_data_line(found)}.",
-        setting=lambda found: f"{_workers_words(found)}: make batches in several processes, or do the transform for a "
-        f"whole batch at once ({1 / (1 - min(found.wait_fraction or 0.0, _ALL)):.1f} × as fast if that took no time)",
+        setting=lambda found: f"{_workers_words(found)}: make batches in several processes, which is what is "
+        "predicted; or do the transform for a whole batch at once, which leaves less Python to run",
         change=_worker_change, effect=_with_workers,
     ),
     Rule(

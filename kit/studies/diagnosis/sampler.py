@@ -77,11 +77,13 @@ _TOLD = 12
 _READERS = {"h5py": "__getitem__", "zarr": "__getitem__", "npz": "__getitem__", "PIL": "load"}
 """Packages that read, and the function in which their arguments can be seen."""
 _ORDERS = "sampler"
+OWN_ORDER = "own sampler"
+"""In place of a package, of a line of the user's that draws the indices of a batch for torch's loader."""
 _DECODERS = ("PIL", "cv2", "torchvision")
 MAKING = ("wait", "worker")
 """Parts in which data is made."""
 GARBAGE = "gc"
-COMPUTING = ("", "torch", "numpy", "lightning", "pytorch_lightning", "kit", GARBAGE, _ORDERS)
+COMPUTING = ("", "torch", "numpy", "lightning", "pytorch_lightning", "kit", GARBAGE, _ORDERS, OWN_ORDER)
 """Packages that neither read nor decode; the empty one is Python's own or not known."""
 _NO_DECODERS = {*COMPUTING, *_READERS} - {"PIL"}
 _MOST_MAKING, _MOST_COLOURS = 12, 4
@@ -92,6 +94,8 @@ _LOGGERS = ("matplotlib", "seaborn", "plotly", "bokeh", SELF_LOG, *LOGGERS)
 DRAWERS = (*_LOGGERS, "PIL")
 _NAMED = {*_READERS, *_DECODERS, *_LOGGERS, _ORDERS}
 """Packages that rules ask for. A stack has the name of the innermost, or of the outermost that draws or logs."""
+_INDICES = ("torch/utils/data/dataloader.py", "_next_index")
+"""Where a loader asks its sampler, in the training process however many loader processes there are."""
 _FETCH = "torch/utils/data/_utils/fetch.py"
 """Where a loader makes a batch; a dataset of a library has no line of the user's, but a package that it called."""
 _MODULE_OF_LIGHTNING = ("lightning/pytorch/core/module.py", "pytorch_lightning/core/module.py")
@@ -213,9 +217,11 @@ class Sampler:
                 if named in self.reads and package != named:
                     self.reads[named]["through"] = package
                 package = named or package or called_package(frame)
+                if making_seconds and self._clock is not None and named != _ORDERS and _draws_indices(frame):
+                    package = OWN_ORDER
                 if making_seconds:
                     self._note_made(package, frame, making_seconds)
-                return (file, frame.f_lineno, frame.f_code.co_name, package), is_fetching
+                return (file, line_of(frame), frame.f_code.co_name, package), is_fetching
             if file.endswith(_FETCH) and not is_fetching:
                 fetched, is_fetching = package, True
             if found:
@@ -244,6 +250,25 @@ class Sampler:
                 if decoder and made.picture.get("pixels", 0) > before.get("pixels", math.inf):  # not of a chunk
                     self.reads[decoder] = dict(made.picture)
             frame = frame.f_back
+
+
+def line_of(frame: FrameType) -> int:
+    """The line that a frame is at; of code that has none, as what Python puts around a loop, the one before it."""
+    if (line := frame.f_lineno) is not None:
+        return line
+    lines = [line for first, _, line in frame.f_code.co_lines() if line is not None and first <= frame.f_lasti]
+    return lines[-1] if lines else frame.f_code.co_firstlineno
+
+
+def _draws_indices(frame: FrameType | None) -> bool:
+    """Whether a function of the user's was called by a loader that asks for the indices of a batch."""
+    for _ in range(_MOST_MAKING):
+        if frame is None or frame.f_code.co_filename.endswith(_FETCH):
+            return False
+        if frame.f_code.co_name == _INDICES[1] and frame.f_code.co_filename.endswith(_INDICES[0]):
+            return True
+        frame = frame.f_back
+    return False
 
 
 _answering: Sampler | None = None
