@@ -20,6 +20,9 @@ computes; that costs nothing. The wait begins when the pass has done its own wor
 callbacks, and the first gradient has queued ours before ddp queues its own. In fsdp it is the gathering of parameters
 and the scattering of gradients, with their copies. What a module communicates itself belongs to the part it does it in.
 
+`WorkersMemory` counts memory of loader processes, which is no rank's own: pages that a process holds alone, as what it
+shares with the rank that forked it is counted there.
+
 `LoaderUsed` keeps the record true: calibration, data that was given settings, and the caller's own loaders differ from
 the config. At the first batch rank 0 reads the settings off the loader that trains, writes them as an event and puts
 them into the config of the run directory. Batches of a loader that does not tell their size count as the largest so
@@ -53,7 +56,7 @@ from typing_extensions import override
 from kit.config import Config
 from kit.data.patches.module import EpochData
 from kit.errors import ConfigError, Problem, warn_caller
-from kit.machine.processes import peak_rss_bytes
+from kit.machine.processes import anonymous_bytes, children_of_multiprocessing, own_bytes, peak_rss_bytes
 from kit.memory.record.batches import own_batch_size, samples_in
 from kit.train.callbacks import batch_loss, why_nothing_trains
 from kit.trial.context import Context
@@ -95,6 +98,26 @@ class StopRequested(BaseException):
     """Leaves the fit."""
 
 
+class WorkersMemory:
+    """What the loader's processes of this rank hold, asked after a step, for a hundredth of the time at most."""
+
+    def __init__(self) -> None:
+        self._due = dict.fromkeys(("workers_bytes", "workers_anonymous_bytes"), 0.0)
+
+    def fields(self, is_last: bool) -> dict[str, int]:
+        """Of all processes together: what each holds alone, and all beside files, of those that are due."""
+        processes, found = children_of_multiprocessing(), {}
+        for name, ask in (("workers_bytes", own_bytes), ("workers_anonymous_bytes", anonymous_bytes)):
+            began = time.perf_counter()
+            if processes and (is_last or began >= self._due[name]):
+                found[name] = sum(map(ask, processes))
+                self._due[name] = began + (time.perf_counter() - began) / _ASKING_FRACTION
+        return {name: held for name, held in found.items() if held}
+
+
+_ASKING_FRACTION = 0.01
+
+
 class StepRecorder(Callback):
     """Writes the events of one rank's fit."""
 
@@ -112,6 +135,7 @@ class StepRecorder(Callback):
         self._kept: list[tuple[dict[str, Any], dict[str, torch.Tensor], DeviceStep | None]] = []
         self._flushed = time.perf_counter()
         self._last_finite: float | None = None
+        self._workers = WorkersMemory()
         self._statm = os.open("/proc/self/statm", os.O_RDONLY) if sys.platform == "linux" else None
 
     @override
@@ -185,6 +209,7 @@ class StepRecorder(Callback):
             "elements": _elements(batch),
             "samples_per_second": _rate(samples, seconds["step_seconds"]),
             **self._memory(pl_module.device),
+            **self._workers.fields(stepped and done >= getattr(trainer, "trial_steps", math.inf)),
         }
         self._steps_done = done
         self._kept.append((fields, self._logged(trainer, outputs), on_device))

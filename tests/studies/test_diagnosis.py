@@ -9,12 +9,13 @@ from diagnosis_parts import evidence, host, line, shares, source, work
 from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image
-from torch.utils.data import Dataset
+from torch.utils.data import DataLoader, Dataset
 from waiting import wait_until
 
 import kit
 from kit.config import Config
 from kit.errors import ConfigError, TrialError
+from kit.records.trace import trace_of
 from kit.studies.diagnosis.diagnose import diagnose, finding_html, judge
 from kit.studies.diagnosis.evidence import Slowing, StoreLayout
 from kit.studies.diagnosis.gains import worth_measuring
@@ -328,6 +329,42 @@ def test_effects_follow_from_the_parts_of_a_step_and_say_what_is_next():
     wide = evidence({"trial.validate_every_steps": 2}, shares=shares(validation=0.4), errors={"validation": 0.1})
     low, high = judge(wide, source(wide))["validation too often"].predicted
     assert low < finding.predicted[0] < finding.predicted[1] == high
+
+
+class Hoarding(Dataset):
+    """Keeps a mebibyte of each sample in the process that made it, where `kept` says so."""
+
+    def __init__(self, kept):
+        self.kept = [] if kept else None
+
+    def __len__(self):
+        return 10_000
+
+    def __getitem__(self, index):
+        if self.kept is not None:
+            self.kept.append(b"x" * (1 << 20))
+        return torch.zeros(8), torch.zeros(1)
+
+
+@pytest.mark.parametrize("keeps", [True, False])
+def test_memory_that_grows_in_a_loader_process_is_seen_and_told(config, keeps):
+    """By pages that the process holds alone; its rank holds none of them."""
+    loader = DataLoader(Hoarding(keeps), batch_size=4, num_workers=1)
+    trial = kit.fit(config(max_steps=24, warmup_steps=2, predict_memory=False), TinyModule, loader).wait()
+    (row,) = kit.results(trial.config.trial.folder)
+    diagnosis = diagnose(trial, short_trials=False)
+    if keeps:
+        assert row["workers_peak_bytes"] >= 24 * 4 * (1 << 20)
+        assert diagnosis.evidence.growth_in_workers
+        assert diagnosis.evidence.growth_bytes == pytest.approx(4 << 20, rel=0.3)
+        assert diagnosis.evidence.host_bytes > row["host_rss_peak_bytes"] + row["workers_peak_bytes"] / 2
+        assert "in loader processes" in diagnosis["memory that grows"].sentence
+        assert "loader processes" in trace_of([*trial.events, *trial.steps], trial.config).memory().sentence
+        assert "your dataset" in diagnosis["memory that grows"].setting
+    else:
+        assert 0 < row["workers_peak_bytes"] < 24 * 4 * (1 << 20)
+        assert not diagnosis.evidence.growth_in_workers
+        assert "memory that grows" not in diagnosis.names
 
 
 def test_a_range_grows_with_the_noise_of_what_is_left_of_a_step_and_keeps_its_middle():
