@@ -10,6 +10,8 @@ one that has a part in `PARTS`: parts never overlap, and they add to the wall ti
 (Lightning's own `optimizer_step` contains forward and backward, here it does not). It synchronises nothing, so on a GPU
 its seconds tell what the host was busy with, not what the step cost; they are kept as `host_seconds`.
 
+Of a manual optimization Lightning tells its profiler of optimizer steps alone, and the recorder adds `manual_backward`.
+
 `DeviceClock` gives the seconds on a GPU. At every change of part it puts a CUDA event into the stream (3 µs of the
 host); the time between two events, read long after, is what the part cost the device, idle time included (to 0.5 µs).
 So a wait for data costs nothing while the device is still busy. The parts add to the time between the first events of
@@ -164,6 +166,10 @@ class StepRecorder(Callback):
         self._lazy = any(map(is_lazy, pl_module.parameters()))
         connector = trainer._logger_connector
         vars(connector)["log_metrics"] = self.clock.timed("logging", connector.log_metrics)
+        if not pl_module.automatic_optimization:  # then Lightning tells its profiler of steps alone
+            strategy, profiler = trainer.strategy, getattr(trainer, "profiler")  # noqa: B009 - of no type in Lightning
+            action = f"[Strategy]{type(strategy).__name__}.backward"
+            vars(strategy)["backward"] = as_action(profiler, action, strategy.backward)
         self.clock.take()
         if on_gpu:
             make_event = lambda: torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]  # noqa: E731
@@ -378,6 +384,17 @@ def _part_of(action: str) -> str:
         return _INHERITED
     hook = action.rpartition(".")[2]
     return next((part for ending, part in _PART_OF_HOOK.items() if hook.endswith(ending)), _INHERITED)
+
+
+def as_action(profiler: Profiler, name: str, call: Callable[..., Any]) -> Callable[..., Any]:
+    """The same call, told to a profiler as an action of Lightning."""
+
+    @functools.wraps(call)
+    def told(*args: Any, **options: Any) -> Any:
+        with profiler.profile(name):
+            return call(*args, **options)
+
+    return told
 
 
 class StepClock(Profiler):
