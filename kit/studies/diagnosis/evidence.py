@@ -363,6 +363,10 @@ def evidence_of(trial: Trial, peaks: Peaks | None = None, profile: Profile | Non
         by_rank = {rank: [step for step in steps if int(step["rank"]) == rank] for rank in hosts}
         hosts = {rank: timed_lines(host, shares_of(by_rank[rank])) for rank, host in hosts.items()}
     work = _work(trial)
+    if calls := max((event["calls"] for event in trial.events if "counted_seconds" in event), default=0):
+        notes.append(
+            f"a step makes {calls:,} operations of torch and more, which takes long to count: FLOPs are not known"
+        )
     return Evidence(
         config=config, accelerator=accelerator, world_size=int(started.get("world_size", 1)),
         own_loader=own, given_loader=given, whose_batches="" if own else _whose_batches(trial, given),
