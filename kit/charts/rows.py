@@ -177,8 +177,12 @@ def _draw_time(axes: Axes, run: BigRun) -> None:
         mark, colour = _MARKS[bound]
         rows = [row for row in run.rows if row.bound == bound]
         axes.plot([row.devices for row in rows], [row.total_seconds for row in rows], mark, color=colour, label=bound)
+    beside = run.beside_seconds
     measured = [
-        (step.devices, row.total_seconds * step.seconds / run.scaling.at(step.devices).seconds_per_batch)
+        (
+            step.devices,
+            row.total_seconds * (step.seconds + beside) / (run.scaling.at(step.devices).seconds_per_batch + beside),
+        )
         for step in run.scaling.steps
         for row in run.rows
         if row.devices == step.devices

@@ -17,6 +17,7 @@ import ctypes
 import functools
 import gc
 import json
+import multiprocessing.process
 import multiprocessing.util
 import os
 import platform
@@ -187,6 +188,34 @@ def peak_rss_bytes() -> int:
         unit_bytes = 1 if sys.platform == "darwin" else 1024
         most_bytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit_bytes
     return most_bytes
+
+
+def children_of_multiprocessing() -> list[int]:
+    """Processes that this one has started through multiprocessing, as loaders do, and not yet waited for."""
+    started = getattr(multiprocessing.process, "_children", ())
+    return [child.pid for child in [*started] if child.pid is not None]
+
+
+def own_bytes(pid: int) -> int:
+    """Memory that a process holds alone: nothing that it shares with its parent, or others; 0 where nobody tells.
+
+    Counting pages takes the system 10 ms for each GiB or so.
+    """
+    with contextlib.suppress(OSError, ValueError, IndexError):
+        rows = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
+        return sum(int(row.split()[1]) << 10 for row in rows if row.startswith(("Private_Clean:", "Private_Dirty:")))
+    return 0
+
+
+def anonymous_bytes(pid: int) -> int:
+    """Memory of a process beside files, with what it shares since a fork; 0 where nobody tells.
+
+    A page that is copied because one of the two has written to it changes nothing here, so growth is of new memory.
+    """
+    with contextlib.suppress(OSError, ValueError, IndexError):
+        _, resident, of_files, *_ = Path(f"/proc/{pid}/statm").read_text().split()
+        return (int(resident) - int(of_files)) * os.sysconf("SC_PAGE_SIZE")
+    return 0
 
 
 def _status_bytes(name: str) -> int | None:

@@ -507,6 +507,7 @@ _COLUMNS = (
     TableColumn("", "samples/s", _cell("samples_per_second", format_count)),
     TableColumn("", "data wait", _cell("data_wait_fraction", "{:.0%}".format)),
     TableColumn("peak", "host RSS", _cell("host_rss_peak_bytes", format_bytes)),
+    TableColumn("peak", "workers", _cell("workers_peak_bytes", format_bytes)),
     TableColumn("peak", "device", _cell("device_allocated_peak_bytes", format_bytes)),
     *_triple(SPEED, format_count, "samples/s"),
     *_triple("device_allocated_bytes", format_bytes, "device allocated", _allocated_predicted),

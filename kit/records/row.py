@@ -73,8 +73,8 @@ COLUMNS = (
     "epochs", "measured_batches", "batches_read", "samples_per_second", "samples_per_second_error_fraction",
     "samples_per_second_predicted", "samples_per_second_low", "samples_per_second_high", "samples_per_second_ratio",
     "data_wait_fraction", *BESIDE_FRACTIONS, "other_cores", "other_cores_when_predicted", "slowdown",
-    "monitor", "monitor_last", "monitor_best", "host_rss_peak_bytes", "device_allocated_peak_bytes",
-    "device_reserved_peak_bytes", *READ,
+    "monitor", "monitor_last", "monitor_best", "host_rss_peak_bytes", "workers_peak_bytes",
+    "device_allocated_peak_bytes", "device_reserved_peak_bytes", *READ,
     *(f"{quantity}_{part}" for quantity in PREDICTED for part in ("predicted", "measured", "ratio")),
     *BESIDE, *HARDWARE, "fingerprint", "speed_key", "run_directory", *MAPPINGS,
 )  # fmt: skip
@@ -180,6 +180,7 @@ def _measured(trial: Trial) -> Row:
         **{name: throughput.mean_shares[phase] for name, phase in zip(BESIDE_FRACTIONS, BESIDE_TRAINING, strict=True)},
         **_metrics(trial),
         "host_rss_peak_bytes": memory.peak("host_rss_bytes"),
+        "workers_peak_bytes": memory.workers_peak_bytes,
         "device_allocated_peak_bytes": memory.peak("device_allocated_bytes"),
         "device_reserved_peak_bytes": memory.peak("device_reserved_bytes"),
         **{name: read.get(name) for name in READ},

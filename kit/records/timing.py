@@ -26,6 +26,9 @@ from kit.tables import csv_text, html_table, text_table
 from kit.trial.trial import Trial
 from kit.units import format_seconds
 
+_LEAST_TOLD = 0.01
+"""Share of the time from which on validation, checkpoints and logging are told as part of a step."""
+
 FIELDS = ("rank", "step", "batch", "epoch", "warmup", *(f"{phase}_seconds" for phase in PHASES), "step_seconds")
 _TRANSFERS = ("on_before_batch_transfer", "on_after_batch_transfer", "transfer_batch_to_device")
 """Hooks whose time is that of the transfer, whatever they do."""
@@ -49,6 +52,11 @@ class RankTiming:
     @property
     def total_seconds(self) -> float:
         return math.fsum(self.seconds.values())
+
+    @property
+    def whole_step_seconds(self) -> float:
+        """Mean with the step's share of validation, checkpoints and logging; NaN without a step."""
+        return self.total_seconds / self.steps if self.steps else math.nan
 
     @property
     def shares(self) -> dict[str, float]:
@@ -84,17 +92,28 @@ class Timing(Drawable):
 
     @property
     def step_seconds(self) -> float:
-        """Mean of the slowest rank."""
+        """Mean of the slowest rank, without validation, checkpoints and logging."""
         return max((rank.mean_step_seconds for rank in self.ranks.values()), default=math.nan)
+
+    @property
+    def whole_step_seconds(self) -> float:
+        """The same with the step's share of validation, checkpoints and logging: what the shares are of."""
+        return max((rank.whole_step_seconds for rank in self.ranks.values()), default=math.nan)
+
+    @property
+    def _beside(self) -> str:
+        """What comes beside training and takes time worth telling, in words."""
+        return " and ".join(PHASE_LABELS[part] for part in BESIDE_TRAINING if self.shares[part] >= _LEAST_TOLD)
 
     @property
     def sentence(self) -> str:
         if not self.together.steps:
             return "All steps were warm-up: give the trial more to tell where their time goes"
-        part = max(PHASES, key=self.shares.__getitem__)
+        part, bare = max(PHASES, key=self.shares.__getitem__), format_seconds(self.step_seconds)
+        whole = f"{format_seconds(self.whole_step_seconds)} with its share of {self._beside} ({bare} without)"
         hook = f", most of it in your {self.transfer_hook}" if part == "transfer" and self.transfer_hook else ""
-        seconds, share = format_seconds(self.step_seconds), f"{self.shares[part]:.0%}"
-        return f"A step takes {seconds}; {PHASE_LABELS[part]} takes {share}{hook}"
+        share = f"{PHASE_LABELS[part]} takes {self.shares[part]:.0%}{hook}"
+        return f"A step takes {whole if self._beside else bare}; {share}"
 
     # -- files
 
@@ -139,12 +158,14 @@ class Timing(Drawable):
         shown = [phase for phase in PHASES if self.together.seconds[phase] > 0]
         several = {f"rank {rank}": timing for rank, timing in self.ranks.items()} if len(self.ranks) > 1 else {}
         rows = {"all ranks" if several else "a step": self.together, **several}
-        columns = ["", "a step", "±", *(PHASE_LABELS[phase] for phase in shown)]
+        bare = [f"without {self._beside}"] if self._beside else []
+        columns = ["", "a step", *bare, "±", *(PHASE_LABELS[phase] for phase in shown)]
         cells = []
         for label, timing in rows.items():
             spread, shares = format_seconds(timing.deviation_seconds), rounded_shares(timing.shares, 3)
             parts = [f"{shares.get(phase, 0):.1%}" for phase in shown]
-            cells.append([label, format_seconds(timing.mean_step_seconds), spread, *parts])
+            means = [timing.whole_step_seconds, timing.mean_step_seconds] if bare else [timing.mean_step_seconds]
+            cells.append([label, *map(format_seconds, means), spread, *parts])
         return columns, cells
 
     def __repr__(self) -> str:
@@ -254,6 +275,7 @@ def _plain(timing: RankTiming) -> dict[str, Any]:
     return {
         "steps": timing.steps,
         "mean_step_seconds": round(mean, 9) if math.isfinite(mean) else None,
+        "whole_step_seconds": round(timing.whole_step_seconds, 9) if math.isfinite(mean) else None,
         "deviation_seconds": round(timing.deviation_seconds, 9),
         "total_seconds": round(timing.total_seconds, 9),
         "seconds": {part: round(value, 9) for part, value in timing.seconds.items()},

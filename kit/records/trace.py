@@ -65,6 +65,8 @@ class MemoryInfo:
     max_steps: int
     reported_host_rss_bytes: float = 0.0
     """The largest that a rank reported at its end; it includes what lay between two steps."""
+    workers_peak_bytes: float = math.nan
+    """The most that the loader processes of a rank held alone; NaN where there were none, or nobody told."""
 
     def largest(self, kind: str) -> float:
         """The largest value of one kind after any step, over all ranks; NaN when there is none."""
@@ -87,6 +89,8 @@ class MemoryInfo:
             return "Memory per rank by step: nothing measured yet."
         text = f"Memory per rank by step, {plural(len(self.ranks), 'rank')}: "
         text += f"peak host RSS {format_bytes(self.peak('host_rss_bytes'))}"
+        if math.isfinite(self.workers_peak_bytes):
+            text += f", and {format_bytes(self.workers_peak_bytes)} of its loader processes"
         if self.has_device:
             text += f", peak device memory allocated {format_bytes(self.peak('device_allocated_bytes'))}"
             text += f" and reserved {format_bytes(self.peak('device_reserved_bytes'))}"
@@ -133,7 +137,7 @@ class Trace:
         self.warmup_steps, self.max_steps = warmup_steps, max_steps
         self.world_size = world_size
         self._memory: dict[str, dict[int, tuple[list[float], list[float]]]] = {kind: {} for kind in MEMORY_KINDS}
-        self._reported_host_rss_bytes = 0.0
+        self._reported_host_rss_bytes, self._workers_peak_bytes = 0.0, math.nan
         self._open: dict[int, tuple[int, Floats]] = {}
         """Of each step: how many ranks have reported it; samples, seconds of the slowest, and seconds by phase."""
         self._closed: list[tuple[int, Floats]] = []
@@ -163,6 +167,7 @@ class Trace:
                 steps, values = self._memory[kind].setdefault(event["rank"], ([], []))
                 steps.append(event["step"])
                 values.append(value)
+        self._workers_peak_bytes = np.fmax(self._workers_peak_bytes, number(event.get("workers_bytes"))).item()
         ranks, sums = self._open.pop(event["step"], (0, np.zeros(2 + len(PHASES))))
         sums[0] += finite(event.get("samples"))
         sums[1] = max(sums[1], finite(event.get("step_seconds")))
@@ -189,6 +194,7 @@ class Trace:
             warmup_steps=self.warmup_steps,
             max_steps=self.max_steps,
             reported_host_rss_bytes=self._reported_host_rss_bytes,
+            workers_peak_bytes=self._workers_peak_bytes,
             **binned,
         )
 

@@ -20,7 +20,9 @@ Each writes one event per rank, at most, and none costs a measured step anything
   multiply and an add are two) for matrix products, convolutions and attention, forward, backward and recomputation
   alike; other operations count none. Bytes are those of every operation's inputs and outputs, views none: an upper
   bound, as kernels fuse and caches hit. A sync is where the host must know a value that a device computes (`.item()`,
-  `bool(tensor)`, `.cpu()`); on the CPU it stops nothing, but would on a GPU. What cannot be counted is left out.
+  `bool(tensor)`, `.cpu()`); on the CPU it stops nothing, but would on a GPU. What cannot be counted is left out. A step
+  of tens of thousands of small operations, as of a recurrent net, takes many times as long while it is counted: after
+  `MOST_COUNTING_SECONDS` the rest passes uncounted, its backward pass not even seen, and FLOPs and places are not told.
 - `MemoryMeter`, `memory_measured`: the peak of the fit, in the bytes that a prediction names. On the CPU the allocator
   is traced from the strategy's set-up to the end of the second optimizer step, and again in the first validation after
   it, in the test and in the prediction, each of which writes another event; adding it up counts in no step. A GPU
@@ -47,7 +49,6 @@ from typing import Any, Generic, NamedTuple, TypeVar
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 from typing_extensions import override
 
 from kit.errors import warn_caller
@@ -283,6 +284,8 @@ class StepWork(Callback):
         self._context = context
         self._first = STEPS if context.config.trial.measure_memory else 1
         self._mode: WorkMode | None = None
+        self._counted: WorkMode | None = None
+        """One that was left before the step had ended."""
         self._done = False
 
     @override
@@ -293,8 +296,11 @@ class StepWork(Callback):
 
     @override
     def on_before_backward(self, trainer: Trainer, pl_module: LightningModule, loss: Any) -> None:
-        if self._mode is not None:
-            self._mode.backward = True
+        if self._mode is None:
+            return
+        self._mode.backward = True
+        if self._mode.is_enough and self._counted is None:  # what is not counted costs as much to see
+            self._counted = self._leave()
 
     @override
     def on_after_backward(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -303,7 +309,7 @@ class StepWork(Callback):
 
     @override
     def on_train_batch_end(self, trainer: Trainer, pl_module: Any, outputs: Any, batch: Any, *_: Any) -> None:
-        mode = self._leave()
+        mode, self._counted = self._leave() or self._counted, None
         if mode is not None:
             found = mode.found(self._context.cells)
             self._context.writer.write("work_counted", samples=samples_of(trainer, batch), **found)
@@ -320,6 +326,10 @@ class StepWork(Callback):
         return mode
 
 
+MOST_COUNTING_SECONDS, _MOST_COUNTING_FRACTION = 1.0, 0.2
+"""Counting goes on as long as it is less than this share of the step's time; seeing operations takes as long again."""
+
+
 class WorkMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Sees every operation that is run while it is entered."""
 
@@ -329,6 +339,9 @@ class WorkMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
         self.backward = False
         """Whether gradients are being computed now."""
+        self.is_enough = False
+        """Whether counting has taken so long that it has ended."""
+        self._began, self._spent_seconds = time.perf_counter(), 0.0
         self._on_cpu = device.type == "cpu"
         self._formulas: Mapping[Any, Callable[..., int]] = flop_registry
         self._attention: tuple[Callable[..., int], ...] = (sdpa_flop_count, sdpa_backward_flop_count)
@@ -345,8 +358,16 @@ class WorkMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
     ) -> Any:
         kwargs = kwargs or {}
         out = func(*args, **kwargs)
+        if self.is_enough:
+            self._calls += 1
+            return out
+        done = time.perf_counter()
         with contextlib.suppress(Exception):  # counting must never end a step
             self._count(func, args, kwargs, out)
+        now = time.perf_counter()
+        self._spent_seconds += now - done
+        most = max(MOST_COUNTING_SECONDS, _MOST_COUNTING_FRACTION * (now - self._began))
+        self.is_enough = self._spent_seconds > most
         return out
 
     def _count(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
@@ -391,11 +412,13 @@ class WorkMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """The fields of the event.
 
         `lines` are those of the user's code that made most calls, and that had syncs; `places` all that called,
-        themselves or through a library.
+        themselves or through a library. Of a step that was counted in part FLOPs are empty and there are no `places`;
+        the rest is at least so much.
         """
         most = [line for counts in (self._line_calls, self._line_syncs) for line, _ in counts.most_common(_MOST_LINES)]
         return {
-            "flops": dict(self._flops),
+            "flops": {} if self.is_enough else dict(self._flops),
+            **({"counted_seconds": self._spent_seconds} if self.is_enough else {}),
             "bytes": self._bytes,
             "calls": self._calls,
             "syncs": self._syncs,
@@ -410,7 +433,7 @@ class WorkMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 {"place": describe(line, cells), "calls": self._line_calls[line], "syncs": self._line_syncs[line]}
                 for line in dict.fromkeys(most)
             ],
-            "places": [describe(line, cells) for line in self._places],
+            **({} if self.is_enough else {"places": [describe(line, cells) for line in self._places]}),
         }
 
 
@@ -429,7 +452,11 @@ def _own_line(beyond_libraries: bool = False) -> _Line | None:
 
 
 def _tensors(tree: Any) -> list[torch.Tensor]:
-    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
+    """Of what an operation takes or gives: tensors in tuples, lists and keywords."""
+    if isinstance(tree, torch.Tensor):
+        return [tree]
+    inner = tree.values() if isinstance(tree, dict) else tree if isinstance(tree, tuple | list) else ()
+    return [tensor for one in inner for tensor in _tensors(one)]
 
 
 def _held_bytes(tensor: torch.Tensor) -> int:

@@ -10,6 +10,8 @@ one that has a part in `PARTS`: parts never overlap, and they add to the wall ti
 (Lightning's own `optimizer_step` contains forward and backward, here it does not). It synchronises nothing, so on a GPU
 its seconds tell what the host was busy with, not what the step cost; they are kept as `host_seconds`.
 
+Of a manual optimization Lightning tells its profiler of optimizer steps alone, and the recorder adds `manual_backward`.
+
 `DeviceClock` gives the seconds on a GPU. At every change of part it puts a CUDA event into the stream (3 µs of the
 host); the time between two events, read long after, is what the part cost the device, idle time included (to 0.5 µs).
 So a wait for data costs nothing while the device is still busy. The parts add to the time between the first events of
@@ -19,6 +21,9 @@ two steps.
 computes; that costs nothing. The wait begins when the pass has done its own work: autograd then runs its final
 callbacks, and the first gradient has queued ours before ddp queues its own. In fsdp it is the gathering of parameters
 and the scattering of gradients, with their copies. What a module communicates itself belongs to the part it does it in.
+
+`WorkersMemory` counts memory of loader processes, which is no rank's own: pages that a process holds alone, as what it
+shares with the rank that forked it is counted there.
 
 `LoaderUsed` keeps the record true: calibration, data that was given settings, and the caller's own loaders differ from
 the config. At the first batch rank 0 reads the settings off the loader that trains, writes them as an event and puts
@@ -53,7 +58,7 @@ from typing_extensions import override
 from kit.config import Config
 from kit.data.patches.module import EpochData
 from kit.errors import ConfigError, Problem, warn_caller
-from kit.machine.processes import peak_rss_bytes
+from kit.machine.processes import anonymous_bytes, children_of_multiprocessing, own_bytes, peak_rss_bytes
 from kit.memory.record.batches import own_batch_size, samples_in
 from kit.train.callbacks import batch_loss, why_nothing_trains
 from kit.trial.context import Context
@@ -95,6 +100,26 @@ class StopRequested(BaseException):
     """Leaves the fit."""
 
 
+class WorkersMemory:
+    """What the loader's processes of this rank hold, asked after a step, for a hundredth of the time at most."""
+
+    def __init__(self) -> None:
+        self._due = dict.fromkeys(("workers_bytes", "workers_anonymous_bytes"), 0.0)
+
+    def fields(self, is_last: bool) -> dict[str, int]:
+        """Of all processes together: what each holds alone, and all beside files, of those that are due."""
+        processes, found = children_of_multiprocessing(), {}
+        for name, ask in (("workers_bytes", own_bytes), ("workers_anonymous_bytes", anonymous_bytes)):
+            began = time.perf_counter()
+            if processes and (is_last or began >= self._due[name]):
+                found[name] = sum(map(ask, processes))
+                self._due[name] = began + (time.perf_counter() - began) / _ASKING_FRACTION
+        return {name: held for name, held in found.items() if held}
+
+
+_ASKING_FRACTION = 0.01
+
+
 class StepRecorder(Callback):
     """Writes the events of one rank's fit."""
 
@@ -112,6 +137,7 @@ class StepRecorder(Callback):
         self._kept: list[tuple[dict[str, Any], dict[str, torch.Tensor], DeviceStep | None]] = []
         self._flushed = time.perf_counter()
         self._last_finite: float | None = None
+        self._workers = WorkersMemory()
         self._statm = os.open("/proc/self/statm", os.O_RDONLY) if sys.platform == "linux" else None
 
     @override
@@ -140,6 +166,10 @@ class StepRecorder(Callback):
         self._lazy = any(map(is_lazy, pl_module.parameters()))
         connector = trainer._logger_connector
         vars(connector)["log_metrics"] = self.clock.timed("logging", connector.log_metrics)
+        if not pl_module.automatic_optimization:  # then Lightning tells its profiler of steps alone
+            strategy, profiler = trainer.strategy, getattr(trainer, "profiler")  # noqa: B009 - of no type in Lightning
+            action = f"[Strategy]{type(strategy).__name__}.backward"
+            vars(strategy)["backward"] = as_action(profiler, action, strategy.backward)
         self.clock.take()
         if on_gpu:
             make_event = lambda: torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]  # noqa: E731
@@ -185,6 +215,7 @@ class StepRecorder(Callback):
             "elements": _elements(batch),
             "samples_per_second": _rate(samples, seconds["step_seconds"]),
             **self._memory(pl_module.device),
+            **self._workers.fields(stepped and done >= getattr(trainer, "trial_steps", math.inf)),
         }
         self._steps_done = done
         self._kept.append((fields, self._logged(trainer, outputs), on_device))
@@ -353,6 +384,17 @@ def _part_of(action: str) -> str:
         return _INHERITED
     hook = action.rpartition(".")[2]
     return next((part for ending, part in _PART_OF_HOOK.items() if hook.endswith(ending)), _INHERITED)
+
+
+def as_action(profiler: Profiler, name: str, call: Callable[..., Any]) -> Callable[..., Any]:
+    """The same call, told to a profiler as an action of Lightning."""
+
+    @functools.wraps(call)
+    def told(*args: Any, **options: Any) -> Any:
+        with profiler.profile(name):
+            return call(*args, **options)
+
+    return told
 
 
 class StepClock(Profiler):

@@ -72,6 +72,22 @@ def test_a_hook_that_is_most_of_the_transfer_is_named_beside_it(share, named):
     assert "on_after_batch_transfer" not in timing_of([*on_gpu, watched], CONFIG).sentence
 
 
+def test_the_step_that_is_told_is_the_one_that_the_shares_are_of():
+    events = [step(3, forward=1.0), step(4, forward=1.0, validation=5.0, checkpoint=1.0)]
+    found = timing_of(events, CONFIG)
+    assert found.whole_step_seconds == 4.0
+    assert re.search("4 s with .*validation and checkpoint .1 s without", found.sentence)
+    columns, (row,) = found._table
+    assert dict(zip(columns, row, strict=True)) == {
+        "": "a step", "a step": "4 s", "without validation and checkpoint": "1 s", "±": "0 µs",
+        "forward": "25.0%", "validation": "62.5%", "checkpoint": "12.5%",
+    }  # fmt: skip
+    assert timing_figure(found).texts[0].get_text().startswith(found.sentence[:20])
+    plain = timing_of([step(3, forward=1.0), step(4, forward=1.0, logging=0.001)], CONFIG)
+    assert plain.sentence.startswith("A step takes 1 s;")
+    assert "without" not in repr(plain)
+
+
 def test_without_a_step_after_warm_up_there_are_no_shares_and_a_way_out():
     found = timing_of([step(1, forward=1.0)], CONFIG)
     assert math.isnan(found.shares["forward"])

@@ -5,6 +5,7 @@ import dataclasses
 import io
 import math
 import pickle
+import re
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from kit.config import Config
 from kit.errors import ConfigError, PlanError, TrialError
 from kit.memory.alongside import fit
 from kit.records.results import results
+from kit.records.timing import timing
 from kit.speed.prediction import predict_speed
 from kit.studies.scaling.predict import predict_run, strategy_for
 from kit.testing import TinyData, TinyModule
@@ -91,6 +93,29 @@ def test_a_machine_that_others_used_is_told(one):
     assert "other programs" not in str(predict_run(one, devices=[1], memory=False))
     used["machine_seconds"] += 1.4 * used["wall_seconds"]
     assert f"used 1.4 cores while {one.name}" in str(predict_run(one, devices=[1], memory=False))
+
+
+def test_validation_and_checkpoints_count_as_the_trial_measured_them(one):
+    """A batch of the epoch takes what it takes in the trial, with its share of both."""
+    bare = predict_run(one, devices=[1], memory=False)
+    assert "validation" not in str(bare)
+    for event in one.steps:
+        event["validation_seconds"] += 0.5
+    one.event("fit_ended")["validation_seconds"] += 0.5
+    steps = timing(one).together.steps
+    run = predict_run(one, devices=[1], memory=False)
+    batches = bare.rows[0].seconds_per_epoch / bare.scaling.base.seconds
+    more = run.rows[0].seconds_per_epoch - bare.rows[0].seconds_per_epoch
+    assert more / batches == pytest.approx(0.5 * (steps + 1) / steps, rel=0.01)
+    assert run.rows[0].low_seconds > bare.rows[0].high_seconds
+    assert re.search("of validation, .* in the trial", str(run))
+    whole = timing(one).whole_step_seconds
+    assert run.rows[0].seconds_per_epoch == pytest.approx(batches * whole, rel=0.05)
+
+
+def test_a_validation_that_the_trial_left_out_is_said_not_to_count(one):
+    one.event("fit_started")["left_out_validation"] = True
+    assert "validation is not counted" in str(predict_run(one, devices=[1], memory=False))
 
 
 def test_watts_that_the_trial_measured_are_billed_in_place_of_rated_ones(one):
@@ -221,6 +246,7 @@ def test_an_epoch_before_any_trial_is_as_long_as_the_loader_says(config):
         return predict_run(speed, devices=[1, 2], epochs=3, memory=False)
 
     assert run_on(TinyData).samples_per_epoch == 4096
+    assert "checkpoints are not counted" in str(run_on(TinyData))
     samples = TensorDataset(torch.zeros(60, 8), torch.zeros(60, 1))
     short = run_on(DataLoader(samples, batch_size=20))
     assert short.samples_per_epoch == 60

@@ -9,6 +9,7 @@ import time
 import warnings
 
 import pytest
+import torch
 from faulty import FaultyModule
 from gated import Gated
 from trial_fixtures import steps_taken
@@ -64,6 +65,49 @@ def test_the_parts_of_a_step_sum_to_its_wall_time(config):
         assert step["host_rss_bytes"] > 0
         assert step["device_allocated_bytes"] is step["device_reserved_bytes"] is None
         assert math.isfinite(step["loss"])
+
+
+class SlowGradient(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, value):
+        return value.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        time.sleep(0.01)
+        return gradient
+
+
+class SlowSGD(torch.optim.SGD):
+    def step(self, closure=None):
+        time.sleep(0.005)
+        return super().step(closure)
+
+
+class Manual(TinyModule):
+    """Steps by itself: 10 ms in the backward pass, 5 ms in the optimizer."""
+
+    def __init__(self):
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, batch, batch_idx):
+        optimizer = self.optimizers()
+        optimizer.zero_grad()
+        self.manual_backward(SlowGradient.apply(super().training_step(batch, batch_idx)))
+        optimizer.step()
+
+    def configure_optimizers(self):
+        return SlowSGD(self.parameters(), 0.01)
+
+
+def test_a_manual_optimization_has_a_backward_pass_and_optimizer_steps_of_its_own(config):
+    trial = kit.fit(config(max_steps=6), Manual, TinyData).wait()
+    for event in trial.steps:
+        assert event["backward_seconds"] >= 0.01, "what its gradient sleeps"
+        assert event["optimizer_seconds"] >= 0.005, "what its optimizer sleeps"
+        parts = [value for name, value in event.items() if name.endswith("_seconds") and name != "step_seconds"]
+        assert sum(parts) == pytest.approx(event["step_seconds"], abs=1e-6)
 
 
 def test_time_spent_waiting_for_data_is_called_so(config):

@@ -39,7 +39,7 @@ from kit.registry import Drawable, display
 from kit.speed.peaks import Peaks, device_peaks
 from kit.studies.diagnosis.evidence import BUSY_FRACTION, MUCH_SEEN, Evidence, NoStepError, evidence_of, most_seen
 from kit.studies.diagnosis.gains import measured_gains, training_alone, without_drawing
-from kit.studies.diagnosis.rule import Change, Range, Rule, bounded, middle, show, widened
+from kit.studies.diagnosis.rule import Change, Range, Rule, bounded, limited, middle, most_gain, show, widened
 from kit.studies.diagnosis.rules import RULES
 from kit.studies.diagnosis.sampler import MAKING
 from kit.studies.profiling.profile import Profile
@@ -67,6 +67,8 @@ class Finding:
     """Samples per batch that do it, where the caller's own data makes the batches."""
     predicted: Range | None
     """Throughput after over before, from and to; None where it is not about time, or not known."""
+    predicted_gain: float | None
+    """The one number to expect."""
     example: str = ""
     """The change in code, where it is the user's own that changes."""
     limit_next: str
@@ -90,11 +92,6 @@ class Finding:
     def threshold(self) -> str:
         """From which value on it is a finding, and who says so."""
         return f"a finding from {show(self.rule.unit, self.rule.threshold)} on ({self.rule.source})"
-
-    @property
-    def predicted_gain(self) -> float | None:
-        """The middle of `predicted`."""
-        return middle(self.predicted)
 
     @property
     def is_doubtful(self) -> bool:
@@ -479,6 +476,7 @@ def _limit_next(rule: Rule, gain: float | None, evidence: Evidence) -> str:
 def _finding(rule: Rule, value: float, evidence: Evidence, source: RunSource) -> Finding:
     change, config, alone = dict(rule.change(evidence)), evidence.config, evidence.alone_seconds
     effect = bounded(rule.effect(evidence), evidence, rule.part)
+    predicted = limited(widened(effect, evidence, rule.part), effect, most_gain(rule, value, evidence))
     bound = f" The training alone takes {format_seconds(alone)}." if alone and rule.part == "wait" else ""
     try:  # leave out a change that the config refuses or has already
         change = change if config.diff(config.replace(change)) else {}
@@ -487,7 +485,7 @@ def _finding(rule: Rule, value: float, evidence: Evidence, source: RunSource) ->
     return Finding(
         rule=rule, value=value, sentence=rule.sentence(evidence, value) + bound, setting=rule.setting(evidence),
         change=change, batch_size=rule.batch_size(evidence), source=source,
-        predicted=widened(effect, evidence, rule.part),
+        predicted=predicted, predicted_gain=middle(effect),
         example=rule.example(evidence), limit_next=_limit_next(rule, middle(effect), evidence),
         explains=rule.explains(evidence) if callable(rule.explains) else rule.explains,
         is_part=rule.unit == "fraction" and abs(evidence.shares.get(rule.part, math.inf) - value) < _LEAST_SHOWN,

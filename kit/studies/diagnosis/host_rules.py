@@ -475,9 +475,10 @@ def _grown(found: Evidence) -> str:
 def _grows_sentence(found: Evidence, _: float) -> str:
     left = (found.host_limit_bytes or 0) - (found.host_bytes or 0)
     steps = format_count(max(0.0, left) / max(1.0, found.growth_bytes or 1.0))
+    whose = " in loader processes" if found.growth_in_workers else ""
     return (
-        f"Every step adds {format_bytes(found.growth_bytes or 0)} of memory that is not given back{_grown(found)}: the "
-        f"machine is full after {steps} steps."
+        f"Every step adds {format_bytes(found.growth_bytes or 0)} of memory{whose} that is not given back"
+        f"{'' if whose else _grown(found)}: the machine is full after {steps} steps."
     )
 
 
@@ -640,7 +641,9 @@ HOST_RULES: tuple[Rule, ...] = (
         name="memory that grows", looks_at=f"memory that {MANY_STEPS:,} steps would add, over the machine's",
         unit="fraction", threshold=SLIVER, source="kit: growth in both halves of the trial", needs="a trial of this "
         "machine, and six steps or more", measure=_grows, sentence=_grows_sentence,
-        setting=lambda _: "what keeps tensors from step to step: loss.detach() or loss.item() in a list of losses",
+        setting=lambda found: "what your dataset keeps from sample to sample: a list or a cache that nothing empties"
+        if found.growth_in_workers
+        else "what keeps tensors from step to step: loss.detach() or loss.item() in a list of losses",
     ),
     Rule(
         name="steps that grow", looks_at="the median step of the last third of the trial over that of the first, where "

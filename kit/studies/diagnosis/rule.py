@@ -81,9 +81,40 @@ def without(low: float, high: float | None = None) -> Range:
 
 
 def without_part(found: Evidence, part: str, kept: float = 0.0) -> Range:
-    """The gain where a part takes only `kept` of its time, by the standard error of its steps."""
-    share, error = found.shares.get(part, 0.0) * (1 - kept), found.errors.get(part, 0.0)
-    return without(share * (1 - min(0.5, 2 * error)), share * (1 + min(0.5, 2 * error)))
+    """The gain where a part takes only `kept` of its time: of all that was measured, or of what is left of that by the
+    standard error of its steps."""
+    share, error = found.shares.get(part, 0.0), min(0.5, 2 * found.errors.get(part, 0.0))
+    least = share * (1 - error) / (1 - share * error)  # the rest of the step takes as long as before
+    return without(least * (1 - kept), share * (1 - kept))
+
+
+_MORE_THAN_SHARE = ("optimizer larger than the work",)
+"""Whose change makes another part shorter, too."""
+
+
+def most_gain(rule: Rule, value: float, found: Evidence) -> float:
+    """What a change can bring at most: all of the share gone that its rule has measured; infinite for other rules.
+
+    Args:
+        rule: Which looked.
+        value: What it found.
+        found: Where it looked.
+    """
+    if rule.name in found.measured_gains or rule.name in _MORE_THAN_SHARE:
+        return math.inf
+    if rule.part == "wait":  # training may be faster where nothing is read beside
+        alone = found.train_seconds if found.alone_seconds is None else min(found.train_seconds, found.alone_seconds)
+        left = found.step_seconds - found.wait_seconds - found.train_seconds + alone
+        return found.step_seconds / left if left > 0 else math.inf
+    return 1 / (1 - value) if rule.looks_at.startswith("share of the time") and value < 1 else math.inf
+
+
+def limited(predicted: Range | None, effect: Range | None, most: float) -> Range | None:
+    """A widened effect with no end above `most`, or above the effect itself where that is more."""
+    if predicted is None or effect is None:
+        return None
+    most = max(most, *effect)
+    return min(predicted[0], most), min(predicted[1], most)
 
 
 def shorter(found: Evidence, part_seconds: float, factor: float) -> Range | None:

@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -23,12 +23,15 @@ from kit.events import number
 from kit.machine.processes import BUSY_CORES
 from kit.memory.replay.replay import PHASES
 from kit.records.row import other_cores, parameters_of
+from kit.records.timing import timing_of
+from kit.records.trace import BESIDE_TRAINING, PHASE_LABELS
 from kit.speed.links import Link, Traffic
 from kit.speed.prediction import SpeedEstimate
 from kit.studies.comparison import DEVICES, NO_DIFFERENCE
 from kit.studies.diagnosis.evidence import Evidence, NoStepError, evidence_of
 from kit.studies.scaling.model import Loading, Step
 from kit.trial.trial import Trial
+from kit.units import format_seconds
 
 WAITED = 0.05
 """Of a step: less than this is the jitter of a queue that is full."""
@@ -63,6 +66,8 @@ class MeasuredScaling:
     """What joins devices of a node, where that is known."""
     why_single_device: str = ""
     """Why several devices cannot train it; empty where they can, or a trial did."""
+    beside: Mapping[str, float] = field(default_factory=dict)
+    """Seconds a batch of what comes beside training, by part, at the intervals of the trials."""
     priced: bool = False
     """Whether each count asked about was predicted by itself, from one dry run."""
 
@@ -87,6 +92,7 @@ def predicted(speeds: Sequence[SpeedEstimate], counts: Sequence[int] = ()) -> Me
             raise ConfigError([Problem("runs", "predicted speeds that differ in more than devices")])
     reasons = [*filter(None, [first.misfit]), *first.reasons]
     reasons.append("predicted before any trial: what many devices ask of the store is not among the limits")
+    reasons.append("validation and checkpoints are not counted: how long they take is not known before a trial")
     if first.bound in ("host", "memory bandwidth"):
         reasons.append(f"what counts as compute is bound by {first.bound}, as kit.predict_speed says")
     samples = first.epoch_samples
@@ -189,12 +195,43 @@ def measure(runs: Any, counts: Sequence[int] = ()) -> MeasuredScaling:
     loading, reasons = _loading(first, found)
     energies = [event for trial in trials for event in trial.events if event["kind"] == "energy_measured"]
     watts = statistics.fmean(event["joules"] / event["seconds"] for event in energies) if energies else None
+    beside = _beside(trials)
     return MeasuredScaling(
         config=first.config, trials=tuple(trials), on_gpu=found.on_gpu, cores=found.cores,
         steps=tuple(_steps(trials)), loading=loading,
         traffic=_traffic(first), batch_size=batch, samples_per_epoch=_epoch(first, batch), watts=watts,
-        device=str(first.event("fit_started", "device") or "CPU"), reasons=(*reasons, *_busy(trials)),
+        device=str(first.event("fit_started", "device") or "CPU"), beside=beside,
+        reasons=(*reasons, *_beside_reasons(first, beside), *_busy(trials)),
     )  # fmt: skip
+
+
+def _beside(trials: Sequence[Trial]) -> dict[str, float]:
+    """`MeasuredScaling.beside`, of those parts that take any time."""
+    timings = [timing_of([*trial.events, *trial.steps], trial.config).together for trial in trials]
+    found = {part: statistics.fmean(one.seconds[part] / one.steps for one in timings) for part in BESIDE_TRAINING}
+    return {part: seconds for part, seconds in found.items() if seconds > 0}
+
+
+def _beside_reasons(trial: Trial, beside: Mapping[str, float]) -> list[str]:
+    """What is counted beside training, and that a validation which the trial left out is not."""
+    shown = {part: seconds for part, seconds in beside.items() if seconds >= _LEAST_BESIDE * sum(beside.values())}
+    found = []
+    if shown:
+        parts = " and ".join(f"{format_seconds(seconds)} of {PHASE_LABELS[part]}" for part, seconds in shown.items())
+        trial_of = trial.config.trial
+        how = (
+            f", {trial_of.validation_batches} batches every {trial_of.validate_every_steps} steps"
+            if "validation" in shown and trial_of.validate_every_steps
+            else ""
+        )
+        found.append(f"each batch comes with {parts}, as often as in the trial{how}")
+    if "validation" not in beside and trial.event("fit_started", "left_out_validation"):
+        found.append("validation is not counted: the trial left it out (trial.validate_every_steps)")
+    return found
+
+
+_LEAST_BESIDE = 0.05
+"""Of the time beside training, to be told."""
 
 
 def _busy(trials: Iterable[Trial]) -> list[str]:

@@ -7,8 +7,9 @@ batch grows with the devices. Each time has its range, and each count names the 
 fits the device. Counts that were measured stand beside their prediction from fewer devices, with
 ratio = measured / predicted.
 
-Validation, checkpoints, start-up and queues are not counted. Nothing is run except, where memory is asked for and not
-known, the dry runs of `kit.predict_memory`. Seconds, bytes and watt-hours are in base units.
+Validation, checkpoints and logging count as often and as long as trials measured them, and not at all before any.
+Start-up and queues are not counted. Nothing is run except, where memory is asked for and not known, the dry runs of
+`kit.predict_memory`. Seconds, bytes and watt-hours are in base units.
 """
 
 from __future__ import annotations
@@ -129,7 +130,8 @@ def predict_run(
     rows = _rows(found, scaling, counts, (epochs, steps), samples, charged, watts, estimates)
     base = scaling.at(found.steps[0].devices)
     base_batches = _batches(found, base.devices, (epochs, steps), samples)
-    carbon = carbon_reasons(found.trials, base_batches * base.seconds_per_batch)
+    beside = math.fsum(found.beside.values())
+    carbon = carbon_reasons(found.trials, base_batches * (base.seconds_per_batch + beside))
     checks = [
         Checked(
             point=_scaling(found, found.steps[:place], cluster).at(step.devices), measured_seconds=step.seconds
@@ -140,7 +142,7 @@ def predict_run(
     return BigRun(
         name=found.config.name, rows=tuple(rows), checks=tuple(checks), caps=scaling.caps(max(counts)), epochs=epochs,
         steps=steps, samples_per_epoch=samples, batch_size=found.batch_size, prices=charged, power=watts,
-        scaling=scaling,
+        scaling=scaling, beside_seconds=beside,
         reasons=(
             *_how(scaling, found.priced), *found.reasons, *assumed, *_priced(charged), *watts.reasons, *carbon, *notes,
         ),
@@ -151,20 +153,23 @@ def _rows(
     found: MeasuredScaling, scaling: Scaling, counts: Sequence[int], length: tuple[int, int], samples: int,
     prices: RunPrices, power: Power, estimates: Mapping[int, MemoryEstimate],
 ) -> list[BigRunRow]:  # fmt: skip
-    first = scaling.at(counts[0]).samples_per_second(found.batch_size) / counts[0]
+    beside = math.fsum(found.beside.values())
+    seconds = {count: scaling.at(count).seconds_per_batch + beside for count in counts}
+    first = found.batch_size / seconds[counts[0]]
     rows: list[BigRunRow] = []
     for count in counts:
         point, estimate = scaling.at(count), estimates.get(count)
         batches = math.ceil(samples / (count * found.batch_size))  # of an epoch, on each device
-        whole, speed = _batches(found, count, length, samples), point.samples_per_second(found.batch_size)
-        total = whole * point.seconds_per_batch
+        whole, speed = _batches(found, count, length, samples), count * found.batch_size / seconds[count]
+        total = whole * seconds[count]
         # A device on the CPU is as many cores as its rank uses.
         energy = power.watt_hours(count * (scaling.cluster.cores_used(count) if scaling.cluster.on_cpu else 1) * total)
         requests, stored = (count * whole * each for each in (found.loading.requests, found.loading.stored_bytes))
         rows.append(BigRunRow(
             devices=count, strategy=strategy_for(found.traffic.strategy, count),
-            seconds_per_epoch=batches * point.seconds_per_batch, total_seconds=total,
-            low_seconds=whole * point.low_seconds, high_seconds=whole * point.high_seconds, samples_per_second=speed,
+            seconds_per_epoch=batches * seconds[count], total_seconds=total,
+            low_seconds=whole * (point.low_seconds + beside), high_seconds=whole * (point.high_seconds + beside),
+            samples_per_second=speed,
             efficiency=speed / count / first, money=prices.money(count * total / _HOUR, requests, stored),
             watt_hours=energy, grams=power.grams(energy[0]), seconds_by_limit=point.seconds_by_limit, memory=estimate,
             bound="memory" if estimate is not None and estimate.verdict == "does not fit" else point.bound,
@@ -344,6 +349,8 @@ class BigRun(Drawable):
     power: Power
     reasons: tuple[str, ...]
     scaling: Scaling = field(compare=False)
+    beside_seconds: float = 0.0
+    """Of validation, checkpoints and logging, that each batch comes with on every device."""
 
     def row(self, devices: int) -> BigRunRow:
         """The row of that many devices.
