@@ -585,10 +585,10 @@ class Remembering(TinyModule):
 
 def test_steps_that_grow_by_what_is_kept_are_told_with_line_and_container(config):
     data = DataLoader(TensorDataset(torch.ones(160, 8), torch.ones(160, 1)), batch_size=4)
-    for _ in range(3):  # on a machine that slows down meanwhile all parts of a step grow
+    for _ in range(3):  # on a busy machine all parts of a step grow, or hardly a line of it is seen
         trial = kit.fit(config(max_steps=40, warmup_steps=3), Remembering, data).wait()
         found = kit.studies.diagnose(trial, peaks=False, short_trials=False)
-        if found.names[0] == "steps that grow":
+        if found.names[0] == "steps that grow" and "test_host.py" in found[found.names[0]].sentence:
             break
     assert found.names[0] == "steps that grow"
     assert "Remembering.seen" in found[found.names[0]].sentence
