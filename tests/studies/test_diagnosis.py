@@ -186,6 +186,10 @@ def test_figures_of_a_busy_machine_are_said_to_be_so():
     assert len(diagnosis.notes) == 1
     crowded = evidence(queued_fraction=0.4, compute_threads=2)
     assert "hardware.threads_per_rank: 1" in judge(crowded, source(crowded)).notes[1]
+    (said,) = judge(evidence(compute_threads=1, asked_threads=2), source(busy)).notes
+    assert "torch.set_num_threads" in said
+    of_one = evidence(queued_fraction=0.4, compute_threads=1, asked_threads=2)
+    assert not any("hardware.threads_per_rank: " in note for note in judge(of_one, source(of_one)).notes)
     quiet = evidence(queued_fraction=0.02, compute_threads=2)
     assert judge(quiet, source(quiet)).notes == ()
 

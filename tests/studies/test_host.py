@@ -163,6 +163,20 @@ def test_anomaly_detection_is_seen(config):
         assert trial.event("host_watched")["anomaly_detection"] is asked
 
 
+class OneThread(TinyModule):
+    def on_fit_start(self):
+        torch.set_num_threads(1)
+
+
+@pytest.mark.parametrize(("module", "ran"), [(OneThread, 1), (TinyModule, 2)])
+def test_threads_are_those_that_ran_and_not_those_that_were_asked_for(config, module, ran):
+    data = DataLoader(TensorDataset(torch.ones(80, 8), torch.ones(80, 1)), batch_size=4)
+    asked = config(max_steps=6, warmup_steps=1).replace({"hardware.threads_per_rank": 2})
+    diagnosis = kit.studies.diagnose(kit.fit(asked, module, data).wait(), peaks=False, short_trials=False)
+    assert (diagnosis.evidence.compute_threads, diagnosis.evidence.asked_threads) == (ran, 2)
+    assert any("torch.set_num_threads" in note for note in diagnosis.notes) is (ran == 1)
+
+
 class Long(Dataset):
     def __len__(self):
         return 3_000_000

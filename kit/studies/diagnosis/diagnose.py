@@ -46,7 +46,7 @@ from kit.studies.profiling.profile import Profile
 from kit.studies.repeats import MOST, RunSource, Tried, try_change
 from kit.tables import FRAME, html_list, html_table, text_table
 from kit.trial.trial import Trial, try_out
-from kit.units import format_bytes, format_count, format_seconds
+from kit.units import format_bytes, format_count, format_seconds, plural
 
 _RULE_NAMES = tuple(rule.name for rule in RULES)
 _COLUMNS = ("rule", "found", "threshold", "source")
@@ -398,13 +398,19 @@ def judge(evidence: Evidence, source: RunSource, notes: Sequence[str] = ()) -> D
     share, where, _ = most_seen(line for line in evidence.host.get("lines", ()) if line["part"] not in MAKING)
     if not findings and share >= MUCH_SEEN and not evidence.on_gpu:  # whose time is not the host's
         remarks.append(f"the code seen most is {where}: {share:.0%} of the time")
+    threads, asked = evidence.compute_threads, evidence.asked_threads
+    if asked and threads != asked and not evidence.on_gpu:
+        remarks.append(
+            f"the step computed with {plural(threads, 'thread')}, though hardware.threads_per_rank gave it {asked}: "
+            "the module, or a library that it uses, has called torch.set_num_threads"
+        )
     # The rules hold on a busy machine too: what is wrong there is seldom right on a quiet one.
     if (queued := evidence.queued_fraction or 0.0) >= BUSY_FRACTION:
         remarks.append(
             f"the machine was busy: training waited {queued:.0%} of the time for a core; figures and predicted effects "
             "are of that time, so run it again when less else runs"
         )
-        if (threads := evidence.compute_threads) > 1 and not evidence.on_gpu:
+        if threads > 1 and not evidence.on_gpu:
             remarks.append(
                 f"{threads} compute threads wait for the slowest of them in each operator: where a core is taken, "
                 f"hardware.threads_per_rank: {threads - 1} may be faster; kit.studies.try_change tells"

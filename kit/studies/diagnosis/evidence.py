@@ -123,7 +123,9 @@ class Evidence:
     cores: int | None
     """Of the machine, when the trial ran on this one."""
     compute_threads: int = 1
-    """Of a rank, that share the work of an operator."""
+    """Of a rank, that share the work of an operator: as torch said at the end of the trial, where it was asked."""
+    asked_threads: int = 0
+    """What the rank was given of them by `hardware.threads_per_rank`; 0 where that is not known."""
     batches: int
     """Measured ones, of all ranks."""
     samples_per_second: float | None
@@ -362,7 +364,7 @@ def evidence_of(trial: Trial, peaks: Peaks | None = None, profile: Profile | Non
     if accelerator == "cpu":  # elsewhere the parts are those of the device
         by_rank = {rank: [step for step in steps if int(step["rank"]) == rank] for rank in hosts}
         hosts = {rank: timed_lines(host, shares_of(by_rank[rank])) for rank, host in hosts.items()}
-    work = _work(trial)
+    work, given_threads = _work(trial), int(trial.environment.get("threads_per_rank") or 0)
     if calls := max((event["calls"] for event in trial.events if "counted_seconds" in event), default=0):
         notes.append(
             f"a step makes {calls:,} operations of torch and more, which takes long to count: FLOPs are not known"
@@ -371,7 +373,7 @@ def evidence_of(trial: Trial, peaks: Peaks | None = None, profile: Profile | Non
         config=config, accelerator=accelerator, world_size=int(started.get("world_size", 1)),
         own_loader=own, given_loader=given, whose_batches="" if own else _whose_batches(trial, given),
         cores=hardware().cores if here else None, batches=len(steps),
-        compute_threads=int(trial.environment.get("threads_per_rank") or 1),
+        compute_threads=_threads_that_ran(hosts) or given_threads or 1, asked_threads=given_threads,
         samples_per_second=samples_per_second(trial), warnings=tuple(trial.warnings), peaks=peaks, layout=layout,
         hosts=hosts, unit_costs=unit_costs(_acts(hosts, work), _row_bytes(hosts)) if here else {},
         decoded=_decoded(hosts) if here else {}, **_uneven(steps),
@@ -380,6 +382,11 @@ def evidence_of(trial: Trial, peaks: Peaks | None = None, profile: Profile | Non
         **_times(steps, _computing(trial)), **_start_up(trial),
         **_reading(trial), **_cpu(trial), **_memory(trial, here), **profiled,
     )  # fmt: skip
+
+
+def _threads_that_ran(hosts: Mapping[int, Mapping[str, Any]]) -> int:
+    """The most of any rank; 0 where none was asked."""
+    return max((int(host.get("compute_threads", 0)) for host in hosts.values()), default=0)
 
 
 def _whose_batches(trial: Trial, given: bool) -> str:

@@ -231,6 +231,7 @@ class HostWatch(Callback):
             sample_bytes=begun["sample_bytes"],
             page_faults_per_second=faults / wall,
             system_fraction=system_seconds / wall,
+            compute_threads=torch.get_num_threads(),
             anomaly_detection=torch.is_anomaly_enabled(),
             held=self._held,
             loader=self._loader(trainer),
