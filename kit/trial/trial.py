@@ -53,6 +53,8 @@ _TICK_SECONDS = 0.03
 _ASYNC_TICK_SECONDS = 0.1
 _WATCH_TICK_SECONDS = 0.1
 _LIFE_CHECK_SECONDS = 1.0
+_FRESH_SECONDS = 0.2
+"""What `state`, `ended` and `progress` say may be as old as that."""
 _INTERRUPT_SECONDS = 10.0
 
 
@@ -103,7 +105,7 @@ class Trial(Drawable):
         """What runs: with the settings that its loader stands at, once the first batch is there."""
         self.asked: Config = self.config
         """As it was submitted."""
-        self.state: State = "WAITING"
+        self._state: State = "WAITING"
         self.cause: Cause | None = None
         self.message: str = ""
         """How the trial ended, in one line; the root cause first."""
@@ -117,7 +119,7 @@ class Trial(Drawable):
         self._notifying = threading.Lock()
         self._news = False
         self._supervisor: client.SupervisorHandle | None = None
-        self._life_checked = 0.0
+        self._life_checked = self._polled = 0.0
         self._resubmitted = False
         self._opened = config is None
         """Whether it was found, not made here."""
@@ -150,7 +152,20 @@ class Trial(Drawable):
         return self.run_directory.name
 
     @property
+    def state(self) -> State:
+        """As of now: where the last look is older than a fifth of a second, the files are read.
+
+        Raises:
+            EventLogError: when an event file is damaged.
+        """
+        begun = self._supervisor is not None or self._opened
+        if begun and self._state not in ENDED and time.monotonic() - self._polled >= _FRESH_SECONDS:
+            self.poll()
+        return self._state
+
+    @property
     def ended(self) -> bool:
+        """Whether no more will come, as of now."""
         return self.state in ENDED
 
     @property
@@ -189,24 +204,25 @@ class Trial(Drawable):
     def poll(self) -> State:
         """Read what is new in the files; the state afterwards."""
         with self._lock:
-            if not self.ended:
+            self._polled = time.monotonic()
+            if self._state not in ENDED:
                 lifeless = self._seems_lifeless()
                 self._take(self._reader.read())
-                if lifeless and not self.ended:
+                if lifeless and self._state not in ENDED:
                     self._end_lifeless(lifeless)
-                if self.state in ENDED:
+                if self._state in ENDED:
                     self._take(self._reader.read())  # what a rank wrote last, while other files were being read
                     self._keep_row()
         self._notify()
-        return self.state
+        return self._state
 
     def _take(self, events: list[Event]) -> None:
         for event in events:
             (self.steps if event["kind"] == "step" else self.events).append(event)
             if event["kind"] == "trial_started":
-                self.state = "RUNNING"
+                self._state = "RUNNING"
             elif event["kind"] == "trial_ended":
-                self.state, self.cause, self.message = event["state"], event.get("cause"), event["message"]
+                self._state, self.cause, self.message = event["state"], event.get("cause"), event["message"]
             elif used_event([event]) is not None:
                 self.asked = with_values(self.config, event["asked"])
                 self.config = with_values(self.asked, event["used"])
@@ -243,7 +259,7 @@ class Trial(Drawable):
 
     def _end_lifeless(self, reason: str) -> None:
         supervisor_died = self._supervisor is not None and not self._supervisor.alive
-        if supervisor_died and self.state == "WAITING" and not self._resubmitted and self.run_directory.exists():
+        if supervisor_died and self._state == "WAITING" and not self._resubmitted and self.run_directory.exists():
             self._resubmitted = True
             try:
                 self.submit("cold", f"the warm process could not be used: {reason}")
@@ -252,7 +268,7 @@ class Trial(Drawable):
             else:
                 return
         scratch.sweep()
-        self.state, self.message, self._news = "LOST", reason, True
+        self._state, self.message, self._news = "LOST", reason, True
 
     def submit(self, start: Literal["warm", "cold"] | None = None, reason: str = "") -> None:
         """Hand the run to a supervisor; `reason` says why it is not the one that the config names.
@@ -373,9 +389,10 @@ class Trial(Drawable):
 
     @property
     def progress(self) -> str:
-        """How far it is, in a few words."""
+        """How far it is as of now, in a few words."""
+        state = self.state
         if not self.steps:
-            return f"{self.name}: {self.state}"
+            return f"{self.name}: {state}"
         return f"{self.name}: step {self._steps_done} of {self.config.trial.max_steps}"
 
     @property
@@ -449,7 +466,7 @@ class Trial(Drawable):
         """Call back outside the lock, one thread at a time; it also passes on what another thread read meanwhile."""
         while self._news and self._callbacks and self._notifying.acquire(blocking=False):
             try:
-                self._news, ended = False, self.ended
+                self._news, ended = False, self._state in ENDED
                 for callback in list(self._callbacks):
                     try:
                         callback(self)

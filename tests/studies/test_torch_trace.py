@@ -152,6 +152,29 @@ def test_a_trace_without_marked_steps_is_taken_whole(write):
     assert (trace.steps, trace.busy_fraction) == (1, pytest.approx(0.2))
 
 
+def test_where_no_steps_are_marked_those_of_an_optimizer_are_counted_and_it_is_said(write):
+    """As of `p.step()` without a schedule; two optimizers that step once each are one step of the training."""
+    steps = [note(f"Optimizer.step#{name}.step", at, 50) for at in (200, 700) for name in ("Adam", "SGD")]
+    work = [bar("aten::mm", at, 100) for at in (0, 500, 1000)]
+    trace = read_trace(write(*work, *steps))
+    assert (trace.steps, trace.counted_by) == (2, "optimizer")
+    assert "no steps are marked, 2 steps" in trace.sentence
+    bare = read_trace(write(*work))
+    assert (bare.steps, bare.counted_by) == (1, "nothing")
+    assert "1 step" not in bare.sentence
+    assert "no steps are marked" in bare.sentence
+    assert not read_trace(write(*on_gpu())).counted_by
+
+
+def test_names_of_the_programs_own_are_told(write):
+    trace = read_trace(
+        write(*on_gpu(), note("metrics", 0, 2_000), note("metrics", 10_000, 2_000), note("load", 0, 500))
+    )
+    assert [(one.name, one.calls) for one in trace.named] == [("metrics", 2), ("load", 1)]
+    assert "metrics 20%, load 2%" in trace.sentence
+    assert not read_trace(write(*on_gpu())).named
+
+
 def test_an_empty_trace_says_what_to_do(write):
     with pytest.raises(TrialError, match="more steps .*warm-up"):
         read_trace(write())

@@ -310,6 +310,30 @@ def test_waiting_too_long_raises_and_leaves_the_trial_alone(config):
     trial.wait(SECONDS)
 
 
+def test_state_and_progress_are_of_now_without_a_poll(config):
+    trial = fit(config(max_steps=6), MODULE, DATA)
+    wait_until(lambda: trial.ended, SECONDS)
+    assert trial.state == "COMPLETE"
+    assert trial.progress.endswith("step 6 of 6")
+    assert [event["step"] for event in trial.steps] == [1, 2, 3, 4, 5, 6]
+
+
+def test_what_is_of_now_is_read_a_few_times_a_second_and_not_after_the_end(config, monkeypatch):
+    trial = fit(config(max_steps=6), MODULE, DATA)
+    now, reads = [time.monotonic() + 60], []
+    monkeypatch.setattr("kit.trial.trial.time.monotonic", lambda: now[0])
+    poll = trial.poll
+    monkeypatch.setattr(trial, "poll", lambda: (reads.append(1), poll())[1])
+    before = [trial.state for _ in range(5)]
+    assert len(reads) == 1
+    assert len({*before}) == 1
+    monkeypatch.undo()
+    trial.wait(SECONDS)
+    monkeypatch.setattr(trial, "poll", None)
+    monkeypatch.setattr("kit.trial.trial.time.monotonic", lambda: now[0] + 1000)
+    assert (trial.state, trial.ended, trial.error) == ("COMPLETE", True, None)
+
+
 def test_a_trial_can_be_awaited(config):
     async def wait():
         return await fit(config(), MODULE, DATA)

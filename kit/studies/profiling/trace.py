@@ -167,6 +167,11 @@ class TraceInfo:
     """In which a GPU copied from memory of the host that is not pinned, for which the host waits."""
     bare_copy_seconds: float = 0.0
     """In which it copied from any memory of the host, and computed nothing."""
+    counted_by: str = ""
+    """How steps are told: empty where they are marked, `optimizer` where steps of an optimizer were counted, `nothing`
+    where all is taken as one."""
+    named: tuple[Operation, ...] = ()
+    """What the program itself named with `record_function`, that which took most first; all are on the CPU."""
 
     @property
     def busy_fraction(self) -> float:
@@ -201,12 +206,23 @@ class TraceInfo:
         return text
 
     @property
+    def steps_words(self) -> str:
+        """How many there are, and how that is known."""
+        if self.counted_by == "nothing":
+            return "no steps are marked"
+        counted = f"{self.steps} step{'s' * (self.steps != 1)}"
+        return f"no steps are marked, {counted} of an optimizer" if self.counted_by else counted
+
+    @property
     def sentence(self) -> str:
         """The finding, with what it rests on."""
-        text = f"{self.finding} ({self.steps} step{'s' * (self.steps != 1)}, {format_seconds(self.window_seconds)})"
+        text = f"{self.finding} ({self.steps_words}, {format_seconds(self.window_seconds)})"
         if self.memory:
             peak = max(max(values) for _, values in self.memory.values())
             text += f"; {format_bytes(peak)} allocated at most"
+        if self.named:
+            each = (f"{one.name} {one.total_seconds / self.window_seconds:.0%}" for one in self.named[:_MOST_NAMED])
+            text += f"; of the time, by record_function: {', '.join(each)}"
         return text
 
 
@@ -244,8 +260,10 @@ def trace_info(events: TraceEvents, path: str | Path) -> TraceInfo:
     computing = _union(events, kernels, low, high) if device == "gpu" else on_cpu
     copies = inside & events.of_kinds("gpu_memcpy") & events.named(_FROM_HOST)
     steps = np.stack((events.begin[marks], events.end[marks]), axis=1)
+    optimizer_steps = 0 if len(steps) else _optimizer_steps(events, inside)
+    count = len(steps) or optimizer_steps or 1
     return TraceInfo(
-        path=Path(path), rank=_rank(events, path), device=device, steps=len(steps) or 1,
+        path=Path(path), rank=_rank(events, path), device=device, steps=count,
         window_seconds=(high - low) / 1e6, busy_seconds=length(busy) / 1e6,
         gaps=tuple(
             Gap((begin - low) / 1e6, (end - low) / 1e6, cause)
@@ -256,7 +274,7 @@ def trace_info(events: TraceEvents, path: str | Path) -> TraceInfo:
             )
         ),
         gap_seconds=_seconds(by_cause), operations=_operations(events, operators, on_gpu),
-        syncs_per_step=int((inside & _syncs(events)).sum()) / (len(steps) or 1),
+        syncs_per_step=int((inside & _syncs(events)).sum()) / count,
         memory={
             device: (tuple(((moments - low) / 1e6).tolist()), tuple(values.tolist()))
             for device, (moments, values, _) in events.allocated.items()
@@ -268,7 +286,37 @@ def trace_info(events: TraceEvents, path: str | Path) -> TraceInfo:
         hidden_seconds=length(both(communicating, computing)) / 1e6,
         unpinned_copy_seconds=length(_union(events, copies & events.named(_UNPINNED), low, high)) / 1e6,
         bare_copy_seconds=length(without(_union(events, copies, low, high), computing)) / 1e6,
+        counted_by="" if len(steps) else "optimizer" if optimizer_steps else "nothing",
+        named=_named_by_program(events, inside),
     )  # fmt: skip
+
+
+_OPTIMIZER_STEP = re.compile(r"^Optimizer\.step#")
+_OF_LIBRARIES = re.compile(
+    r"^(ProfilerStep#|Optimizer\.|enumerate\(DataLoader\)|\[pl\]|\[|autograd::|aten::|c10d|nccl|gloo|FSDP|"
+    r"DistributedDataParallel|Torch-Compiled|## |record_param_comms)"
+)
+_MOST_NAMED = 5
+
+
+def _optimizer_steps(events: TraceEvents, inside: NDArray[np.bool_]) -> int:
+    """Of the optimizer that stepped most often, as several may step in one step of the training."""
+    chosen = inside & events.named(_OPTIMIZER_STEP) & ~events.named_kinds("gpu")
+    names = [events.names[code] for code in events.name[chosen].tolist()]
+    return max((names.count(name) for name in {*names}), default=0)
+
+
+def _named_by_program(events: TraceEvents, inside: NDArray[np.bool_]) -> tuple[Operation, ...]:
+    """See `TraceInfo.named`."""
+    chosen = inside & events.of_kinds("user_annotation") & ~events.named(_OF_LIBRARIES)
+    found = dict[str, list[float]]()
+    for code, seconds in zip(events.name[chosen].tolist(), (events.end - events.begin)[chosen].tolist(), strict=True):
+        found.setdefault(events.names[code], []).append(seconds / 1e6)
+    named = [
+        Operation(name=name, calls=len(each), own_seconds=0.0, device_seconds=0.0, total_seconds=sum(each))
+        for name, each in found.items()
+    ]
+    return tuple(sorted(named, key=lambda one: -one.total_seconds))
 
 
 def _ends(events: TraceEvents) -> tuple[float, float]:

@@ -180,9 +180,14 @@ def _tiles(trace: TraceInfo) -> list[tuple[str, str, str]]:
     """Label, value and explanation of the figures on top."""
     host = "kernels, copies and fills" if trace.device == "gpu" else "operators, but those that load data"
     found = [
-        ("a step", format_seconds(trace.window_seconds / trace.steps), f"{trace.steps} steps were profiled"),
+        ("a step", format_seconds(trace.window_seconds / trace.steps), f"{trace.steps} steps were profiled")
+        if not trace.counted_by
+        else ("all of it", format_seconds(trace.window_seconds), trace.steps_words),
         (f"{trace.device.upper()} works", f"{trace.busy_fraction:.0%}", f"of the time: {host}"),
     ]
+    if trace.named:
+        most = trace.named[0]
+        found.append((most.name, format_seconds(most.total_seconds), f"{most.calls} calls of your record_function"))
     if trace.device_name:
         found.insert(0, ("device", trace.device_name, f"rank {trace.rank} of {trace.world_size}"))
     if trace.device == "gpu":
