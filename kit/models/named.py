@@ -27,7 +27,7 @@ from typing_extensions import override
 
 from kit.config import Config, resolve_path
 from kit.data.patches.module import ConfiguredData
-from kit.errors import ConfigError, did_you_mean, first_line
+from kit.errors import ConfigError, Problem, did_you_mean, first_line
 from kit.models.zoo import Classifier, Learner
 
 _INSTALL, _INSTALL_TIMM = "pip install 'kit[transformers]'", "pip install 'kit[timm]'"
@@ -50,7 +50,8 @@ class Transformer(Learner):
 
     A batch of tokens is (batch, token + 1): a causal model predicts each next token; a masked one the tokens that are
     hidden from it, `MASKED_FRACTION` of them; one of encoder and decoder the second half from the first. A batch of
-    images is (batch, 3, height, width) and (batch,) classes.
+    images is (batch, 3, height, width) and (batch,) classes. A dict, as data of the library gives it, holds what its
+    model takes, with `labels`.
 
     Args:
         name: An architecture such as `gpt2`, `bert`, `t5` or `vit`, or a folder that holds a model.
@@ -91,7 +92,13 @@ class Transformer(Learner):
 
     @override
     def loss(self, batch: Any) -> Tensor:
-        """Mean cross-entropy of what has to be predicted."""
+        """Mean cross-entropy of what has to be predicted; of a dict, the loss that the model itself computes."""
+        more = {"use_cache": False} if self.task == "causal-lm" else {}
+        if isinstance(batch, Mapping):
+            own: Tensor | None = self.model(**batch, **more).loss
+            if own is None:
+                raise ConfigError([Problem("data", f"a batch of {', '.join(batch)} has no loss; add its labels")])
+            return own
         if self.task == "image-classification":
             return functional.cross_entropy(self(batch[0]), batch[1])
         if self.task == "seq2seq-lm":

@@ -88,6 +88,19 @@ def test_an_architecture_learns_the_bytes_of_a_text(text, name):
     assert found[-1] < 0.8 * found[0]
 
 
+@pytest.mark.parametrize("name", TINY)
+def test_a_dict_is_trained_on_as_the_library_has_it(name):
+    torch.manual_seed(0)
+    model = load_target(f"hf:{name}")(settings=TINY[name], learning_rate=1e-2)
+    tokens = torch.randint(255, (4, 24))
+    batch = {"input_ids": tokens, "attention_mask": torch.ones_like(tokens), "labels": tokens}
+    found = losses(model, batch)
+    assert found[-1] < 0.8 * found[0]
+    if name != "t5":  # which needs inputs for its decoder, and says so
+        with pytest.raises(ConfigError, match="labels"):
+            model.loss({"input_ids": tokens})
+
+
 def test_images_are_classified(text):
     torch.manual_seed(0)
     batch = torch.randn(4, 3, 32, 32), torch.tensor([0, 1, 0, 1])
