@@ -169,7 +169,9 @@ def report_page(comparison: Comparison, title: str = "") -> str:
     comparison = replace(comparison, groups=tuple(order))
     shown = replace(comparison, groups=comparison.groups[:MOST_CONFIGS])
     rows = Results([row for group in comparison.groups for row in group.rows] + [*comparison.unreadable])
-    heading = escape(title or f"Trials of {comparison.groups[0].name}")
+    names = list(dict.fromkeys(row["name"] for row in rows if row["name"]))
+    several = counted(len(names), "experiment")
+    heading = escape(title or f"Trials of {several if len(names) > 1 else comparison.groups[0].name}")
     close = [(group.name, row) for group in comparison.groups if (row := _newest_measured(group.rows)) is not None]
     sections = {
         "In short": html_list(_short(comparison, rows)),
@@ -225,6 +227,8 @@ def _short(comparison: Comparison, rows: Sequence[Row]) -> list[str]:
         speed = "No trial has measured a step after warm-up."
     elif len(comparison.groups) == 1:
         speed = f"{best} processed {fast}."
+    elif len(trained := {(row["module"], row["data"]) for row in rows if row["module"]}) > 1:
+        speed = f"{len(trained)} pairs of module and data were trained: their speeds are no comparison."
     elif best == first:
         speed = f"{best}, the first, was the fastest: {fast}."
     else:

@@ -83,6 +83,18 @@ def test_a_report_says_what_was_asked_measured_and_missing(trials, config, tmp_p
     assert re.search(r'levers.accumulate_grad_batches</th><td [^>]*>2</td><td [^>]*bold">1</td>', text), "marked"
 
 
+class OtherModule(TinyModule):
+    pass
+
+
+def test_speeds_of_different_modules_are_no_comparison(config, tmp_path):
+    for name, module in (("one", TinyModule), ("other", OtherModule)):
+        kit.fit(config().replace({"name": name}), module, TinyData).wait()
+    text = kit.html_report(config().trial.folder, tmp_path / "report.html").read_text()
+    assert "2 experiments" in text
+    assert "fastest" not in text
+
+
 def test_a_report_of_one_trial_compares_nothing(trials, tmp_path):
     text = kit.html_report(trials[0], tmp_path / "report.html").read_text()
     assert "1 trial of 1 config" in text
