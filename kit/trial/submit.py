@@ -15,6 +15,7 @@ from __future__ import annotations
 import contextlib
 import difflib
 import functools
+import hashlib
 import importlib.metadata
 import importlib.util
 import json
@@ -328,10 +329,29 @@ def write_run(paths: RunPaths, config: str, payload: bytes, environment: dict[st
     text = json.dumps(environment, indent=2)
     with paths.whole_or_gone(len(config) + len(payload) + len(text)):
         paths.config.write_text(config, encoding="utf-8")
-        paths.payload.write_bytes(payload)
+        _write_payload(paths.payload, payload)
         paths.environment.write_text(text)
         Control.create(paths.control)
         sign(paths)
+
+
+_LARGE_PAYLOAD_BYTES = 1 << 20
+_payloads: dict[bytes, Path] = {}
+"""Large payloads that this kernel has written, by what is in them."""
+
+
+def _write_payload(file: Path, payload: bytes) -> None:
+    """Write what ranks load. A large one that a run before has too, as repeats on the same data do, is one file on the
+    disk with two names: nobody writes to either, and each run's signature tells if somebody does."""
+    digest = hashlib.sha256(payload).digest() if len(payload) >= _LARGE_PAYLOAD_BYTES else b""
+    with contextlib.suppress(OSError, KeyError):  # it is gone, or on another disk, or the file system knows no links
+        os.link(_payloads[digest], file)
+        if file.read_bytes() == payload:
+            return
+        file.unlink()
+    file.write_bytes(payload)
+    if digest:
+        _payloads[digest] = file
 
 
 def _note_warning(paths: RunPaths, message: str, **fields: Any) -> None:

@@ -13,6 +13,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from kit.config import Config
 from kit.errors import ConfigError
+from kit.trial import submit
 from kit.trial.fit_job import make_module
 from kit.trial.payload import Part, check_parts, pack, unpack
 from kit.trial.submit import check_targets
@@ -300,3 +301,18 @@ def test_a_captured_variable_that_cannot_be_sent_is_named():
 
     with pytest.raises(ConfigError, match=r"module: factory .*factory .*sent .*variable guard \(lock\)"):
         pack(Part.of(factory), Part.of(None))
+
+
+def test_a_large_payload_of_repeats_is_one_file_that_stays_what_it_was(tmp_path):
+    first, second, third, small = (tmp_path / name for name in ("first", "second", "third", "small"))
+    large = bytes(submit._LARGE_PAYLOAD_BYTES)
+    for file in (first, second):
+        submit._write_payload(file, large)
+    assert first.samefile(second)
+    first.write_bytes(b"other")
+    submit._write_payload(third, large)
+    assert third.read_bytes() == large
+    assert not third.samefile(first)
+    for file in (small, tmp_path / "twin"):
+        submit._write_payload(file, b"small")
+    assert not small.samefile(tmp_path / "twin")
