@@ -77,7 +77,7 @@ FAULTS = {
     "loader start-up": evidence(start_up_seconds=4.0, total_seconds=10.0),
     "slow transfer": evidence(shares=shares(transfer=0.15), accelerator="gpu"),
     "copies that do not overlap": evidence(accelerator="gpu", trace=trace("gpu", {"bare_copy_seconds": 0.15})),
-    "sync in the step": evidence(work=work(own_syncs=2000, lines=(LINE,))),
+    "sync in the step": evidence(work=work(own_syncs=2000, lines=(LINE,)), unit_costs={VALUE: 1e-5, LOOP: 5e-5}),
     "full precision": evidence(
         {"hardware.precision": "32-true"}, measured_gains={"full precision": (1.6, 1.9), "batch too small": (1, 1)}
     ),
@@ -1015,6 +1015,12 @@ def test_one_value_asked_for_stops_a_gpu_and_costs_a_cpu_nothing():
     one = work(own_syncs=1, lines=({**LINE, "syncs": 1},))
     assert names(evidence(work=one, accelerator="gpu")) == ("sync in the step",)
     assert names(evidence(work=one)) == ()
+    many = work(own_syncs=2000, lines=({**LINE, "calls": 2000},))
+    costs = {VALUE: 1e-6, LOOP: 5e-5}
+    assert names(evidence(work=many, unit_costs=costs)) == (), "each makes no element of a loop"
+    assert names(evidence(work=many, unit_costs={VALUE: 1e-4})) == ("sync in the step",)
+    assert names(evidence(work=many)) == (), "on another machine nobody knows what a call takes"
+    assert "%" in judge(FAULTS["sync in the step"], source(evidence()))["sync in the step"].sentence
 
 
 def test_what_no_setting_mends_is_not_tried():
