@@ -243,7 +243,7 @@ def test_what_a_finding_explains_is_not_told_beside_it():
     found = evidence(shares=shares(wait=0.6), workers=0, thread_cores=0.99)
     assert names(found) == ("Python in the data",)
     (said,) = judge(found, source(found)).settled
-    assert said.startswith("Python in the data ")
+    assert said.startswith("'Python in the data' ")
     left_out = ("waiting for data", "no prefetch", "training shorter than preprocessing")
     assert [said.count(name) for name in left_out] == [1, 1, 1]
 
@@ -271,7 +271,7 @@ def test_what_is_left_out_is_laid_to_a_finding_that_is_told():
     diagnosis = judge(found, source(found))
     assert diagnosis.names == (ROW,)
     (said,) = diagnosis.settled
-    assert said.startswith(f"{ROW} explains ")
+    assert said.startswith(f"'{ROW}' ")
     assert "slow disk" in said
 
 
@@ -298,6 +298,15 @@ def test_what_a_forked_worker_copies_is_told_by_what_it_did_and_never_beyond_the
     one = {**COPYING, "copied": [(5, 3 * 2**28), (30, 3 * 2**28)]}
     found = evidence(hosts={0: host(workers=[still, one])}, host_limit_bytes=2**35)
     assert "768 MiB of its parent" in judge(found, source(found))["workers copy the parent"].sentence
+
+
+def test_what_workers_copy_beside_a_dataset_says_what_the_dataset_holds():
+    found = FAULTS["workers copy the parent"]
+    alone = judge(found, source(found))["workers copy the parent"].sentence
+    held = {**found.host, "loader": {**LOADER, "objects_bytes": 2**26}}
+    beside = replace(found, hosts={0: held})
+    assert "dataset" not in alone
+    assert "dataset" in judge(beside, source(beside))["workers copy the parent"].sentence
 
 
 def test_a_dataset_of_arrays_is_shared_by_forked_workers_and_pickled_to_new_ones():
