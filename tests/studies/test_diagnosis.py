@@ -87,7 +87,7 @@ FAULTS = {
     "loader start-up": evidence(start_up_seconds=4.0, total_seconds=10.0),
     "slow transfer": evidence(shares=shares(transfer=0.15), accelerator="gpu"),
     "copies that do not overlap": evidence(accelerator="gpu", trace=trace("gpu", {"bare_copy_seconds": 0.15})),
-    "sync in the step": evidence(work=work(own_syncs=2000, lines=(LINE,))),
+    "sync in the step": evidence(work=work(own_syncs=2000, lines=(LINE,)), unit_costs={VALUE: 1e-5, LOOP: 5e-5}),
     "full precision": evidence(
         {"hardware.precision": "32-true"}, measured_gains={"full precision": (1.6, 1.9), "batch too small": (1, 1)}
     ),
@@ -253,7 +253,7 @@ def test_what_a_finding_explains_is_not_told_beside_it():
     found = evidence(shares=shares(wait=0.6), workers=0, thread_cores=0.99)
     assert names(found) == ("Python in the data",)
     (said,) = judge(found, source(found)).settled
-    assert said.startswith("Python in the data ")
+    assert said.startswith("'Python in the data' ")
     left_out = ("waiting for data", "no prefetch", "training shorter than preprocessing")
     assert [said.count(name) for name in left_out] == [1, 1, 1]
 
@@ -281,7 +281,7 @@ def test_what_is_left_out_is_laid_to_a_finding_that_is_told():
     diagnosis = judge(found, source(found))
     assert diagnosis.names == (ROW,)
     (said,) = diagnosis.settled
-    assert said.startswith(f"{ROW} explains ")
+    assert said.startswith(f"'{ROW}' ")
     assert "slow disk" in said
 
 
@@ -308,6 +308,15 @@ def test_what_a_forked_worker_copies_is_told_by_what_it_did_and_never_beyond_the
     one = {**COPYING, "copied": [(5, 3 * 2**28), (30, 3 * 2**28)]}
     found = evidence(hosts={0: host(workers=[still, one])}, host_limit_bytes=2**35)
     assert "768 MiB of its parent" in judge(found, source(found))["workers copy the parent"].sentence
+
+
+def test_what_workers_copy_beside_a_dataset_says_what_the_dataset_holds():
+    found = FAULTS["workers copy the parent"]
+    alone = judge(found, source(found))["workers copy the parent"].sentence
+    held = {**found.host, "loader": {**LOADER, "objects_bytes": 2**26}}
+    beside = replace(found, hosts={0: held})
+    assert "dataset" not in alone
+    assert "dataset" in judge(beside, source(beside))["workers copy the parent"].sentence
 
 
 def test_a_dataset_of_arrays_is_shared_by_forked_workers_and_pickled_to_new_ones():
@@ -1080,6 +1089,12 @@ def test_one_value_asked_for_stops_a_gpu_and_costs_a_cpu_nothing():
     one = work(own_syncs=1, lines=({**LINE, "syncs": 1},))
     assert names(evidence(work=one, accelerator="gpu")) == ("sync in the step",)
     assert names(evidence(work=one)) == ()
+    many = work(own_syncs=2000, lines=({**LINE, "calls": 2000},))
+    costs = {VALUE: 1e-6, LOOP: 5e-5}
+    assert names(evidence(work=many, unit_costs=costs)) == (), "each makes no element of a loop"
+    assert names(evidence(work=many, unit_costs={VALUE: 1e-4})) == ("sync in the step",)
+    assert names(evidence(work=many)) == (), "on another machine nobody knows what a call takes"
+    assert "%" in judge(FAULTS["sync in the step"], source(evidence()))["sync in the step"].sentence
 
 
 def test_what_no_setting_mends_is_not_tried():

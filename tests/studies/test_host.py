@@ -520,6 +520,12 @@ def test_what_python_objects_take_is_about_what_was_allocated():
     assert objects_bytes(SimpleNamespace(rows=torch.zeros(20_000))) == 0
 
 
+def test_long_lists_within_a_list_count_whole():
+    rows = [{"x": [float(place) for place in range(300)], "path": f"/x/{row}.wav"} for row in range(10_000)]
+    whole = sum(sys.getsizeof(row["x"]) + 300 * sys.getsizeof(0.5) for row in rows)
+    assert objects_bytes(SimpleNamespace(rows=rows)) == pytest.approx(whole, rel=0.1)
+
+
 def test_small_tensors_of_a_list_lie_beside_their_counters_and_large_ones_do_not():
     """A list of 64 numbers each took 701 B a tensor of resident memory, and one of 1024 numbers 3.8 KB."""
     small, large = ([torch.zeros(numbers)] * 10_000 for numbers in (64, 1 << 16))

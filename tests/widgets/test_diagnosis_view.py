@@ -5,6 +5,7 @@ from waiting import wait_until
 import kit
 from kit.config import Config
 from kit.studies.diagnosis.diagnose import judge
+from kit.studies.diagnosis.unit_costs import VALUE
 from kit.studies.repeats import RunSource
 from kit.testing import TinyData, TinyModule
 from kit.widgets.diagnose import DiagnosisView
@@ -20,7 +21,7 @@ def test_a_clean_bill_has_no_buttons():
 
 
 def test_only_what_a_setting_mends_has_a_button():
-    found = evidence(work=work(own_syncs=100), **SHORT)
+    found = evidence(work=work(own_syncs=100), unit_costs={VALUE: 1e-3}, **SHORT)
     view = DiagnosisView(judge(found, source(found)))
     buttons = {item.finding.name: item.button in item.ui.children for item in view.findings}
     assert buttons == {"loader start-up": True, "sync in the step": False}

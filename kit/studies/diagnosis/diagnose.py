@@ -450,9 +450,17 @@ def settle(findings: Sequence[Finding]) -> tuple[list[Finding], list[str]]:
         also = mends.get(one.name, [])
         because = [name for name in _consequences([one.name, *also], by_name) if name not in (*also, *told)]
         told |= {*also, *because}
-        does = [f"{verb} {_listed(names)}" for verb, names in (("explains", because), ("mends", also)) if names]
-        words += [f"{one.name} {' and '.join(does)}"] if does else []
+        words += [_not_listed(one.name, because, also)] if because or also else []
     return kept, words
+
+
+def _not_listed(name: str, because: Sequence[str], also: Sequence[str]) -> str:
+    """Why findings are not listed: they may come from one that is, or what mends that mends them."""
+    causes, mends = (_listed([repr(one) for one in names]) for names in (because, also))
+    said = [f"may be the cause of {causes}"] if because else []
+    said += [f"has a change that also mends {mends}"] if also else []
+    they = "these are" if len(because) + len(also) > 1 else "that is"
+    return f"{name!r} {' and '.join(said)}: {they} not listed"
 
 
 def _consequences(names: Sequence[str], findings: Mapping[str, Finding]) -> list[str]:
@@ -464,7 +472,7 @@ def _consequences(names: Sequence[str], findings: Mapping[str, Finding]) -> list
 
 
 def _listed(names: Sequence[str]) -> str:
-    return " and ".join(filter(None, (", ".join(names[:-1]), names[-1])))
+    return " and ".join(filter(None, (", ".join(names[:-1]), *names[-1:])))
 
 
 def _limit_next(rule: Rule, gain: float | None, evidence: Evidence) -> str:

@@ -59,6 +59,8 @@ from kit.trial.verdict import describe
 _POINTS = 12
 _HOOKS = ("[Callback]", "[LightningModule]", "[LightningDataModule]")
 _LEAST_ENTRIES, _MOST_WRAPPED = 10_000, 4
+_LOOKED_INTO = 100
+"""Items of one container, for which the others count as well."""
 _TENSOR_BYTES = 440
 """Of a tensor without its numbers."""
 
@@ -543,8 +545,8 @@ def _deep_bytes(value: Any, depth: int) -> int:
     if isinstance(value, torch.Tensor):  # numbers of a small one share pages with what counts its references
         return _TENSOR_BYTES + (value.nbytes if value.nbytes < mmap.PAGESIZE else 0)
     size = sys.getsizeof(value, 0)
-    if depth and isinstance(value, list | tuple | set):
-        return size + sum(_deep_bytes(item, depth - 1) for item in list(value)[:100])
-    if depth and isinstance(value, dict):
-        return size + sum(_deep_bytes(item, depth - 1) for pair in list(value.items())[:100] for item in pair)
+    if depth and isinstance(value, list | tuple | set | dict):
+        items = list(value.items() if isinstance(value, dict) else value)[:_LOOKED_INTO]
+        pairs = (item for pair in items for item in pair) if isinstance(value, dict) else items
+        return size + sum(_deep_bytes(item, depth - 1) for item in pairs) * len(value) // max(1, len(items))
     return size

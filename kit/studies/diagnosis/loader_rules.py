@@ -405,10 +405,14 @@ _LEAST_COPIED_BYTES = 1 << 28
 def _parent_copied_sentence(found: Evidence, value: float) -> str:
     so_far, rate, most = _copies(found)
     more = f", copies {format_bytes(rate)} more at every step" if most > so_far else ""
+    held = found.host["loader"].get("objects_bytes", 0)
+    own = f", and the dataset's own lists and dictionaries are {format_bytes(held)} more" if held else ""
     return (
-        f"A forked worker holds {format_bytes(so_far)} of its parent's memory a second time{more}, since to count a "
-        f"reference to an object or to collect garbage copies its page: of {_workers(found)} workers that is "
-        f"{value:.0%} of the machine's memory{' in time' if most > so_far else ''}."
+        f"A worker starts with the memory of the training process, its parent, and shares it: by now it holds "
+        f"{format_bytes(so_far)} of its parent's a second time{more}, as to count a reference to a Python object, or "
+        f"to collect garbage, writes to its page, which copies it. Of {_workers(found)} workers that is {value:.0%} of "
+        f"the machine's memory"
+        f"{' in time' if most > so_far else ''}{own}."
     )
 
 
@@ -554,9 +558,10 @@ LOADER_RULES: tuple[Rule, ...] = (
         if _forked(found) else "your dataset: tensors, whose memory all workers share, or files opened by each worker",
     ),
     Rule(
-        name="workers copy the parent", looks_at="memory of the parent, beyond the dataset, that all forked workers "
-        "will hold a second time, over the machine's memory", unit="fraction", threshold=0.02, source="kit: from 256 "
-        "MiB a worker on; counting a reference in a forked process writes to, and so copies, a page of objects",
+        name="workers copy the parent", looks_at="memory of the training process that all forked workers will "
+        "hold a second time, beside the Python objects counted in the dataset, over the machine's memory",
+        unit="fraction", threshold=0.02, source="kit: from 256 MiB a worker on; counting a reference in a forked "
+        "process writes to, and so copies, a page of objects",
         needs="a trial of this machine", measure=_parent_copied, sentence=_parent_copied_sentence,
         setting=lambda _: "the large tables that workers read: NumPy, Arrow or tensors in place of lists and "
         "dictionaries, loaded after the workers start where these need none of them; gc.freeze() before the loader "

@@ -214,13 +214,28 @@ def _bare_copies(found: Evidence) -> float | None:
 
 
 def _syncs(found: Evidence) -> float | None:
-    """On a GPU every sync counts; on the CPU one costs a call, and only many of them cost time."""
+    """On a GPU every sync counts; on the CPU nothing waits, and only calls that were timed to take long are told."""
     if found.work is None:
         return None
-    return found.work.own_syncs if found.on_gpu or found.work.own_syncs >= _SYNCS_ON_CPU else 0
+    return found.work.own_syncs if found.on_gpu or _calls_of_syncs(found)[1] >= _LEAST_OF_CALLS else 0
 
 
-_SYNCS_ON_CPU = 50
+_LEAST_OF_CALLS, _LOOPED = 0.05, 256
+"""`_LOOPED`: values that one line asks for in a step, from which on it loops over elements."""
+
+
+def _calls_of_syncs(found: Evidence) -> tuple[float, float]:
+    """Of a step on the CPU, what asking for so many values takes, at least and at most.
+
+    Where a line loops over elements, that is also to make them, as timed or as seen at the line. Elsewhere a line may
+    compute what it asks for, which is no cost of asking.
+    """
+    syncs = found.work.own_syncs if found.work is not None else 0
+    value, loop = (syncs * found.unit_costs.get(kind, 0.0) / found.step_seconds for kind in (VALUE, LOOP))
+    line = found.work.most("syncs") if found.work is not None else None
+    if line is None or line["syncs"] < _LOOPED or line["calls"] < 2 * line["syncs"]:
+        return value, value
+    return value, max(loop, found.line_fraction({line["place"]}))
 
 
 def _syncs_sentence(found: Evidence, _: float) -> str:
@@ -228,7 +243,9 @@ def _syncs_sentence(found: Evidence, _: float) -> str:
     line = work.most("syncs") if work else None
     count = format_count(work.own_syncs) if work else "0"
     place = f", most of them in {line['place']}" if line else ""
-    what = "makes the GPU run dry" if found.on_gpu else "costs a call each here, and would make a GPU run dry"
+    what = "makes the GPU run dry"
+    if not found.on_gpu:
+        what = f"takes {_calls_of_syncs(found)[1]:.0%} of a step in calls here, and would make a GPU run dry"
     return f"The step asks for the value of a tensor {count} times{place}: that {what}."
 
 
@@ -240,9 +257,8 @@ def _syncs_effect(found: Evidence) -> Range | None:
     work = found.work
     if work is None or found.on_gpu or not found.host:
         return None
-    calls = [work.own_syncs * found.unit_costs.get(kind, 0.0) / found.step_seconds for kind in (VALUE, LOOP)]
-    seen = found.line_fraction({line["place"] for line in work.lines if line["syncs"]})
-    high = min(max(seen, calls[1]), found.shares.get("forward", 0.0))
+    calls = _calls_of_syncs(found)
+    high = min(calls[1], found.shares.get("forward", 0.0))
     return without(min(calls[0], high), high) if high else None
 
 
@@ -491,9 +507,10 @@ RULES: tuple[Rule, ...] = (
     # -- the step itself
     Rule(
         name="sync in the step", explains=("many tiny operations",), part="forward",
-        looks_at="values asked of tensors in the user's code, in one step (on the CPU: from "
-        f"{_SYNCS_ON_CPU} on)", unit="count", threshold=1.0, source=f"{TRAINING_AT_SCALE}: gaps come from syncs of "
-        "CPU and GPU; the count on a CPU is kit's", needs="counted work (trial.count_work, and three warm-up steps)",
+        looks_at="values asked of tensors in the user's code, in one step (on the CPU, where nothing waits for it, if "
+        f"their calls take {_LEAST_OF_CALLS:.0%} of it)", unit="count", threshold=1.0,
+        source=f"{TRAINING_AT_SCALE}: gaps come from syncs of CPU and GPU; the share on a CPU is kit's",
+        needs="counted work (trial.count_work, and three warm-up steps)",
         measure=_syncs, sentence=_syncs_sentence,
         setting=lambda _: "your training_step: keep values on the device (no .item(), bool() or Python loop over "
         "elements) and log the tensor itself", effect=_syncs_effect,
