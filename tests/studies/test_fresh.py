@@ -5,7 +5,8 @@ import os
 import pytest
 
 from kit.errors import ConfigError, Problem, TrialError
-from kit.studies.calibration.fresh import in_fresh_process
+from kit.studies.calibration.fresh import fastest_run, in_fresh_process
+from kit.studies.calibration.job import busy_reasons
 
 
 def test_the_answer_is_of_another_process_and_nothing_it_did_stays():
@@ -45,3 +46,19 @@ def test_a_process_that_dies_or_never_answers_is_an_error():
         in_fresh_process(lambda: os._exit(3))
     with pytest.raises(TrialError, match="longer than"):
         in_fresh_process(lambda: os.read(os.pipe()[0], 1), seconds=0.2)
+
+
+def test_a_step_takes_as_long_as_in_its_fastest_run():
+    """Other programs slow some of them; a single fast step tells nothing."""
+    slowed, quiet = [0.5, 0.4, 0.6, 0.5], [0.11, 0.1, 0.1, 0.3]
+    assert fastest_run([*slowed, *quiet, *slowed]) == pytest.approx(0.105)
+    assert fastest_run([*slowed, 0.01]) == pytest.approx(0.5)
+    assert fastest_run([0.3, 0.1]) == pytest.approx(0.2)
+
+
+def test_a_busy_machine_is_told_and_what_was_started_here_is_none_of_it():
+    began, ended = (100.0, {1: 10.0, 2: 5.0}), (120.0, {1: 18.0, 3: 6.0})
+    (reason,) = busy_reasons(began, ended, seconds=10.0)
+    assert "other programs used 1.1 cores" in reason
+    assert "machine was busy" in reason
+    assert busy_reasons(began, (110.0, {1: 20.0, 2: 5.0}), seconds=10.0) == []

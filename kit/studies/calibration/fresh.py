@@ -6,10 +6,11 @@ forks one for one call. The call runs in a new thread there, since the forking t
 come along and would be waited for.
 
 `step_seconds` is what a training step takes when nothing is waited for: one rank trains on its device, with the
-optimizer, precision and levers of the config, on two batches that were loaded before. What the ranks exchange is left
-out, so with several of them a step takes longer than this, and a loader that keeps up with it is fast enough for them
-too. A module that one device cannot train (sharded parameters) cannot be timed so, and the calibration then looks for
-the fastest loader and says why.
+optimizer, precision and levers of the config, on two batches that were loaded before. The fastest of a few runs of
+steps counts, each by its median: what else runs on the machine takes cores for some of them. What the ranks exchange is
+left out, so with several of them a step takes longer than this, and a loader that keeps up with it is fast enough for
+them too. A module that one device cannot train (sharded parameters) cannot be timed so, and the calibration then looks
+for the fastest loader and says why.
 """
 
 from __future__ import annotations
@@ -40,7 +41,9 @@ from kit.trial.payload import Part
 
 Answer = TypeVar("Answer")
 _END_SECONDS = 5.0
-BATCHES, WARMUP_STEPS, STEPS, MOST_SECONDS, TIMEOUT_SECONDS = 2, 3, 12, 5.0, 120.0
+BATCHES, WARMUP_STEPS, STEPS, MOST_SECONDS, TIMEOUT_SECONDS = 2, 3, 24, 5.0, 120.0
+RUN_STEPS = 2 * BATCHES
+"""Of each run; every batch is in it as often as any other."""
 
 
 def in_fresh_process(call: Callable[[], Answer], seconds: float | None = None) -> Answer:
@@ -103,7 +106,7 @@ def _sendable(error: BaseException) -> BaseException:
 
 
 def step_seconds(context: Context, module: Part, data: dict[str, Any], subject: Subject) -> float:
-    """Median seconds between the ends of two batches' steps.
+    """Seconds between the ends of two batches' steps: the median of the fastest run of `RUN_STEPS`.
 
     Raises:
         Exception: whatever the module raises; TrialError when it takes too long.
@@ -125,6 +128,13 @@ def _timed(context: Context, part: Part, data: dict[str, Any], subject: Subject)
     )  # fmt: skip
     trainer.fit(module, **apply_batches(data, _Again(batches)))
     return timer.seconds
+
+
+def fastest_run(seconds: Sequence[float]) -> float:
+    """The least median of whole runs of `RUN_STEPS` that follow one another; of fewer steps the median of all."""
+    starts = range(0, len(seconds) - RUN_STEPS + 1, RUN_STEPS) or range(1)
+    size = RUN_STEPS if len(seconds) >= RUN_STEPS else len(seconds)
+    return min(statistics.median(seconds[start : start + size]) for start in starts)
 
 
 class _Again:
@@ -149,7 +159,7 @@ class _Timer(Callback):
     @property
     def seconds(self) -> float:
         least = min(WARMUP_STEPS, len(self._ends) - 2)
-        return statistics.median(after - before for before, after in itertools.pairwise(self._ends[least:]))
+        return fastest_run([after - before for before, after in itertools.pairwise(self._ends[least:])])
 
     @override
     def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:

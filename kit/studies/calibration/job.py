@@ -36,7 +36,7 @@ from kit.config import Config
 from kit.confinement.confine import confine_process, confined
 from kit.errors import ConfigError, Problem, TrialError, first_line, warn_caller
 from kit.machine.machine import Share, share
-from kit.machine.processes import die_with_parent
+from kit.machine.processes import BUSY_CORES, cpu_seconds, die_with_parent
 from kit.studies.calibration.fresh import in_fresh_process, step_seconds
 from kit.studies.calibration.measure import (
     MeasurementLimits,
@@ -163,11 +163,29 @@ def _measured(context: Context, module: Part, data: dict[str, Any], reuse: bool)
             again=item.turns > 0,
         )  # fmt: skip
 
+    began, before = time.perf_counter(), cpu_seconds()
     step, reasons = _step(context, module, data, subject)
     on_cpu = context.environment["accelerator"] == "cpu"
     sweep = Sweep(subject, config, resources, report, lambda: control.requested > 0, step, step_computes=on_cpu)
     found = sweep.run()
+    reasons += busy_reasons(before, cpu_seconds(), time.perf_counter() - began)
     return replace(found, identity=identity, again=again, reasons=(*found.reasons, *reasons))
+
+
+Used = tuple[float, dict[int, float]]
+"""As `kit.machine.processes.cpu_seconds` tells."""
+
+
+def busy_reasons(before: Used, now: Used, seconds: float) -> list[str]:
+    """That other programs used the machine meanwhile, if they did."""
+    (machine, own), (machine_now, own_now) = before, now
+    others = (machine_now - machine - (sum(own_now.values()) - sum(own.values()))) / seconds
+    if others <= BUSY_CORES:
+        return []
+    return [
+        f"the machine was busy: other programs used {others:.1f} cores while loaders were measured; speeds are of that "
+        "time, so calibrate again when less else runs"
+    ]
 
 
 def _step(context: Context, module: Part, data: dict[str, Any], subject: Subject) -> tuple[float, list[str]]:
