@@ -484,7 +484,7 @@ def _losses(run: Any, place: int, several: bool) -> Losses:
     return Losses(f"run {place}", tuple(map(float, run)))
 
 
-_MOST_BARS, _MOST_RANKS = 120, 8
+_MOST_BARS, _MOST_RANKS, _LETTERS_OF_TITLE = 120, 8, 74
 _LEAST_WRITTEN = 0.08
 """Share from which on its number fits into its bar."""
 
@@ -508,7 +508,8 @@ def timing_figure(trial: Trial | str | Path | Timing, *, rank: int | None = None
     batches = look.add_axes(chart, (0.085, 0.25, 0.50, 0.56), x="batch")
     totals = look.add_axes(chart, (0.665, 0.25, 0.31, 0.56), x="share of the time after warm-up, %", grid="x")
     with look.drawing():
-        look.finding(chart, found.sentence)
+        is_long = len(found.sentence) > _LETTERS_OF_TITLE
+        look.finding(chart, found.sentence.replace("; ", ";\n", 1) if is_long else found.sentence)
         _draw_batches(batches, found, shown)
         _draw_totals(totals, found)
         phases = [phase for phase in PHASES if found.together.seconds[phase] > 0] or list(PHASES)

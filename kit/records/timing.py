@@ -110,7 +110,7 @@ class Timing(Drawable):
         if not self.together.steps:
             return "All steps were warm-up: give the trial more to tell where their time goes"
         part, bare = max(PHASES, key=self.shares.__getitem__), format_seconds(self.step_seconds)
-        whole = f"{format_seconds(self.whole_step_seconds)} with its share of {self._beside} ({bare} without)"
+        whole = f"{format_seconds(self.whole_step_seconds)} ({bare} without {self._beside})"
         hook = f", most of it in your {self.transfer_hook}" if part == "transfer" and self.transfer_hook else ""
         share = f"{PHASE_LABELS[part]} takes {self.shares[part]:.0%}{hook}"
         return f"A step takes {whole if self._beside else bare}; {share}"
