@@ -20,7 +20,7 @@ from kit.config import Config
 from kit.errors import TrialError
 from kit.events import Event
 from kit.json_text import written
-from kit.records.trace import BESIDE_TRAINING, PHASE_LABELS, PHASES, finite
+from kit.records.trace import BESIDE_TRAINING, PHASE_LABELS, PHASES, belongs_to_last_step, finite
 from kit.registry import Drawable
 from kit.tables import csv_text, html_table, text_table
 from kit.trial.trial import Trial
@@ -220,7 +220,8 @@ def timing_of(events: Sequence[Event], config: Config, name: str = "") -> Timing
         mine = [row for row in measured if row["rank"] == rank]
         by_phase = {phase: math.fsum(row[f"{phase}_seconds"] for row in mine) for phase in PHASES}
         for phase in BESIDE_TRAINING if mine else ():
-            by_phase[phase] += finite(after.get(rank, {}).get(f"{phase}_seconds"))
+            if belongs_to_last_step(phase, mine[0][f"{phase}_seconds"]):
+                by_phase[phase] += finite(after.get(rank, {}).get(f"{phase}_seconds"))
         ranks[rank] = _rank_timing(mine, by_phase)
     total = {phase: math.fsum(rank.seconds[phase] for rank in ranks.values()) for phase in PHASES}
     return Timing(

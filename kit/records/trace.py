@@ -43,6 +43,7 @@ PHASES = (
     "other",
 )  # fmt: skip
 BESIDE_TRAINING = ("validation", "checkpoint", "logging")
+_EVERY_SO_MANY = ("validation", "checkpoint")
 _LEAST_SHOWN = 0.01
 PHASE_LABELS = {"wait": "data wait", **{phase: phase for phase in PHASES[1:]}}
 MEMORY_KINDS = ("host_rss_bytes", "device_allocated_bytes", "device_reserved_bytes")
@@ -206,8 +207,11 @@ class Trace:
         warm = sums[np.array(steps, int) > self.warmup_steps]
         whole = warm.sum(axis=0, keepdims=True)
         if len(warm):
-            whole[0, 1] += self._after[1]
-            whole[0, 2:] += self._after[0]
+            after, slowest = self._after
+            first = dict(zip(PHASES, warm[0, 2:].tolist(), strict=True))
+            counted = after * [belongs_to_last_step(phase, first[phase]) for phase in PHASES]
+            whole[0, 1] += slowest * counted.sum() / (after.sum() or 1.0)
+            whole[0, 2:] += counted
         (mean_rate,), (mean_shares,) = _rates_and_shares(whole)
         rates, shares = _rates_and_shares(binned)
         return ThroughputInfo(
@@ -222,6 +226,15 @@ class Trace:
             warmup_steps=self.warmup_steps,
             max_steps=self.max_steps,
         )
+
+
+def belongs_to_last_step(phase: str, first_seconds: float) -> bool:
+    """Whether what of a part comes after the last step counts among those measured.
+
+    It does not where the first measured step came with as much, after a warm-up step: of every so many steps there
+    would be one more than there are in as many steps as are measured.
+    """
+    return phase not in _EVERY_SO_MANY or first_seconds == 0
 
 
 def trace_of(events: Iterable[Event], config: Config) -> Trace:

@@ -17,7 +17,7 @@ from kit.config import Config
 from kit.errors import TrialError
 from kit.memory.alongside import fit
 from kit.records.timing import rounded_shares, timing, timing_of
-from kit.records.trace import PHASES
+from kit.records.trace import PHASES, throughput_info
 from kit.testing import TinyData, TinyModule
 
 
@@ -70,6 +70,15 @@ def test_a_hook_that_is_most_of_the_transfer_is_named_beside_it(share, named):
     assert ("Net.on_after_batch_transfer" in timing_of([*steps, watched], CONFIG).sentence) is named
     on_gpu = [{**one, "host_seconds": {}} for one in steps]
     assert "on_after_batch_transfer" not in timing_of([*on_gpu, watched], CONFIG).sentence
+
+
+def test_of_as_many_steps_as_are_measured_there_are_as_many_validations():
+    """One before the first of them belongs to the warm-up step before it, or one after the last to the last."""
+    ended = {"kind": "fit_ended", "time": 5.0, "rank": 0, "validation_seconds": 1.0}
+    came_with = [step(3, forward=1.0, validation=1.0), step(4, forward=1.0)]
+    for steps in (came_with, [step(3, forward=1.0), step(4, forward=1.0)]):
+        assert timing_of([*steps, ended], CONFIG).shares["validation"] == pytest.approx(1 / 3)
+        assert throughput_info([*steps, ended], CONFIG).mean_shares["validation"] == pytest.approx(1 / 3)
 
 
 def test_the_step_that_is_told_is_the_one_that_the_shares_are_of():

@@ -21,7 +21,7 @@ from kit.errors import KitError
 from kit.events import Event, number
 from kit.machine.machine import hardware
 from kit.machine.processes import machine
-from kit.records.trace import BESIDE_TRAINING, finite, merged
+from kit.records.trace import BESIDE_TRAINING, belongs_to_last_step, finite, merged
 from kit.speed.peaks import Peaks
 from kit.studies.diagnosis.sampler import COMPUTING, GARBAGE, MAKING, OWN_ORDER
 from kit.studies.diagnosis.unit_costs import LOOP, PAGE, VALUE, Decoded, decoded, unit_costs
@@ -379,7 +379,7 @@ def evidence_of(trial: Trial, peaks: Peaks | None = None, profile: Profile | Non
         decoded=_decoded(hosts) if here else {}, **_uneven(steps),
         epoch_start_fraction=_epoch_starts(steps), slowing=_slowing(steps), **_growths(trial, steps),
         notes=tuple(notes), work=work, read_seconds=_read_seconds(steps),
-        **_times(steps, _computing(trial)), **_start_up(trial),
+        **_times(steps, _computing(trial), _after_last(trial, steps)), **_start_up(trial),
         **_reading(trial), **_cpu(trial), **_memory(trial, here), **profiled,
     )  # fmt: skip
 
@@ -458,8 +458,22 @@ def _computing(trial: Trial) -> dict[int, float]:
     return {int(event["rank"]): event["thread_seconds"] / (ready[int(event["rank"])] or 1.0) for event in used}
 
 
-def _times(steps: Sequence[Event], computing: Mapping[int, float]) -> dict[str, Any]:
-    shares = shares_of(steps)
+def _after_last(trial: Trial, steps: Sequence[Event]) -> list[Event]:
+    """What comes after the last step of each rank and counts among the steps measured, as events of no step."""
+    first = {int(step["rank"]): step for step in reversed(steps)}
+    found = []
+    for ended in (event for event in trial.events if event["kind"] == "fit_ended" and event["rank"] in first):
+        own = first[int(ended["rank"])]
+        seconds = {
+            f"{part}{_SUFFIX}": finite(ended.get(f"{part}{_SUFFIX}")) for part in BESIDE_TRAINING
+            if belongs_to_last_step(part, finite(own.get(f"{part}{_SUFFIX}")))
+        }  # fmt: skip
+        found.append({"rank": ended["rank"], **seconds, "step_seconds": math.fsum(seconds.values())})
+    return found
+
+
+def _times(steps: Sequence[Event], computing: Mapping[int, float], after: Sequence[Event]) -> dict[str, Any]:
+    shares = shares_of([*steps, *after])
     alone = [part for part in shares if part.split("_")[0] not in _SHARED]
     ranks: defaultdict[int, list[Event]] = defaultdict(list)
     for step in steps:
@@ -476,7 +490,7 @@ def _times(steps: Sequence[Event], computing: Mapping[int, float]) -> dict[str, 
     return {
         "errors": errors,
         "rank_parts": parts_of,
-        "step_seconds": sum(finite(step["step_seconds"]) for step in steps) / len(steps),
+        "step_seconds": sum(finite(step["step_seconds"]) for step in (*steps, *after)) / len(steps),
         "shares": shares,
         "rank_seconds": {rank: math.fsum(own.values()) for rank, own in parts_of.items()},
     }
