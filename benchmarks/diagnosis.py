@@ -1,9 +1,9 @@
-"""The diagnosis on sixty pipelines with planted faults: named, missed, false alarms, and gains that are kept.
+"""The diagnosis on sixty-three pipelines with planted faults: named, missed, false alarms, and gains that are kept.
 
     python benchmarks/diagnosis.py [--folder FOLDER] [--seconds 170] [--only TEXT] [--kinds development] [--gains]
         [--record]
 
-The pipelines are those of `benchmarks/pipelines`: forty-five with one planted fault each, fifteen with none. Of each,
+The pipelines are those of `benchmarks/pipelines`: forty-eight with one planted fault each, fifteen with none. Of each,
 one after another: a trial is run and diagnosed; where the planted fault has a cure that is about time, the pipeline and
 its cure run in turn until the gain is known to a tenth, or for thirty seconds; and TraceML watches the same pipeline in
 a plain Lightning Trainer (`pip install -e ".[benchmarks]"`, left out where it is not installed). What is done is
