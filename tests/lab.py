@@ -51,9 +51,9 @@ SCROLLED = """(box) => [box, ...box.querySelectorAll('*')].filter((part) => {
   const style = getComputedStyle(part), scrolls = /auto|scroll/;
   return part.clientWidth && part.clientHeight && !part.matches('pre, textarea')
     && (scrolls.test(style.overflowX) && part.scrollWidth > part.clientWidth
-      || scrolls.test(style.overflowY) && part.scrollHeight > part.clientHeight);
+      || scrolls.test(style.overflowY) && part.scrollHeight > part.clientHeight && !part.matches('.kit-settings'));
 }).map((part) => `${part.className}: ${part.scrollWidth} of ${part.clientWidth}`)"""
-"""Parts of a box that scroll without need, with their sizes."""
+"""Parts of a box that scroll without need, with their sizes; settings above what they come to have need to."""
 _PAINTED = "() => new Promise((done) => requestAnimationFrame(() => setTimeout(done, 150)))"
 """A frame within the page is painted only once it is in sight."""
 
