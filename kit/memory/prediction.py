@@ -10,9 +10,8 @@ from dataclasses import replace
 from typing import Any
 
 from kit.arguments import config_first
-from kit.config import Config
 from kit.machine.machine import hardware
-from kit.memory.query import MOST_RANKS, MemoryQuery, make_query
+from kit.memory.query import MemoryQuery, as_ddp, make_query
 from kit.memory.recordings import RecordingRequest, recordings_of
 from kit.memory.replay.cards import THIS_MACHINE, DeviceTarget
 from kit.memory.replay.estimate import MemoryEstimate, estimate
@@ -65,11 +64,7 @@ def predict_memory(
         >>> estimate.verdict
         'fits'
     """
-    shared = ""
-    several = isinstance(world_size, int) and 1 < world_size <= MOST_RANKS
-    if several and isinstance(config, Config) and config.hardware.strategy == "none":
-        config = config.replace({"hardware.strategy": "ddp", "hardware.devices": world_size})
-        shared = f"{world_size} devices have no strategy in the config, so each has a copy of the model (ddp)"
+    config, shared = as_ddp(config, world_size)
     query, target = make_query(module, data, config, device, world_size)
     rule = batch_rule(query.data, query.config)
     rule.warn()
@@ -77,7 +72,7 @@ def predict_memory(
     (recording,) = recordings_of(RecordingRequest(query), timeout_seconds)
     found = estimate_here(query, recording, target)
     note = "" if "mean_samples" in recording.facts else rule.made(found.batch_size).note
-    return replace(found, reasons=(*found.reasons, *filter(None, (shared, note))))
+    return replace(found, reasons=(*found.reasons, *shared, *[note] * bool(note)))
 
 
 def estimate_here(query: MemoryQuery, recording: Recording, target: DeviceTarget) -> MemoryEstimate:

@@ -23,6 +23,7 @@ import functools
 import hashlib
 import io
 import json
+import numbers
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -203,6 +204,16 @@ def precision_of(config: Config, target: DeviceTarget) -> str:
     if wanted != "auto":
         return wanted
     return "bf16-mixed" if (target.capability or (0, 0)) >= BF16_CAPABILITY else "16-mixed"
+
+
+def as_ddp(config: Any, devices: object) -> tuple[Any, tuple[str, ...]]:
+    """The config with which several devices without a strategy each have a copy of the model, and that this is so; any
+    other as it is. What is no such number is for `ranks_of` to refuse."""
+    several = isinstance(devices, numbers.Integral) and 1 < int(devices) <= MOST_RANKS
+    if not (several and isinstance(config, Config) and config.hardware.strategy == "none"):
+        return config, ()
+    reason = f"{devices} devices have no strategy in the config, so each has a copy of the model (ddp)"
+    return config.replace({"hardware.strategy": "ddp", "hardware.devices": devices}), (reason,)
 
 
 def ranks_of(config: Config, world_size: int | None = None) -> int:

@@ -12,6 +12,7 @@ it least of all.
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
 import math
@@ -168,18 +169,19 @@ def explain(row: Values, before: Values | None = None) -> str:
 
 def _why(row: Values, quantity: str, found: float) -> str:
     if quantity not in COUNTED:
-        is_less = found < 1 and _differ(row)
+        is_less = found < 1 and _differ(str(row["run_directory"]))
         shorter = "the largest batch is predicted, and those that ran may have held less; " if is_less else ""
         return f"{shorter}trial.figure('memory') lays what was measured over what was predicted"
     reasons = _fewer(row) if found < 1 else _more(row)
     return ", ".join(reasons) or "nothing that the trial has counted explains it"
 
 
-def _differ(row: Values) -> bool:
-    """Whether the samples or batches of what was predicted differ in size."""
+@functools.lru_cache(maxsize=4096)
+def _differ(run_directory: str) -> bool:
+    """Whether the samples or batches of what was predicted differ in size; asked once of each run."""
     try:
-        predicted = read_json(RunPaths(Path(row["run_directory"])).prediction.read_bytes())
-    except (OSError, ValueError, KeyError, TypeError):
+        predicted = read_json(RunPaths(Path(run_directory)).prediction.read_bytes())
+    except (OSError, ValueError):
         return False
     return any(str(note).startswith(DIFFERING) for note in predicted.get("notes", ()))
 

@@ -29,7 +29,7 @@ from kit.errors import KitError
 from kit.json_text import write_json
 from kit.machine.processes import BUSY_CORES, slowed
 from kit.memory.prediction import estimate_here
-from kit.memory.query import MOST_RANKS, MemoryQuery, make_query
+from kit.memory.query import MOST_RANKS, MemoryQuery, as_ddp, make_query
 from kit.memory.recordings import RecordingRequest, UnansweredError, cached_recording, recordings_of
 from kit.memory.replay.cards import CARDS, THIS_MACHINE, DeviceTarget, emulated, target_of
 from kit.memory.replay.estimate import MemoryEstimate, asked_words, short_epoch
@@ -98,14 +98,12 @@ def predict_speed(
         >>> speed.low_seconds <= speed.step_seconds <= speed.high_seconds
         True
     """
-    reasons: list[str] = []
     if devices is not None:
         check_count("devices", devices, MOST_RANKS)
-    if devices is not None and devices > 1 and config.hardware.strategy == "none":
-        config = config.replace({"hardware.strategy": "ddp", "hardware.devices": devices})
-        reasons.append(f"{devices} devices have no strategy in the config, so each has a copy of the model (ddp)")
-    elif devices is not None:
+    config, shared = as_ddp(config, devices)
+    if devices is not None:
         config = config.replace({"hardware.devices": devices})
+    reasons = [*shared]
     query, target = make_query(module, data, config, device, devices)
     batch_rule(query.data, query.config).warn()
     warn_of_unused(query.module, query.data, query.config)

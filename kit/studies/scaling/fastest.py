@@ -596,10 +596,10 @@ class Fastest:
         if faster:
             near = min(faster, key=lambda point: point.needs_bytes)
             lacks_bytes = near.needs_bytes - self.budget_bytes
-            why = (
-                f"needs {format_bytes(lacks_bytes)} more than there is" if lacks_bytes > 0 else "could not be confirmed"
-            )
-            why = "may run out where memory is fragmented" if near.is_tight else why
+            if lacks_bytes > 0:
+                why = f"needs {format_bytes(lacks_bytes)} more than there is"
+            else:
+                why = "may run out where memory is fragmented" if near.is_tight else "could not be confirmed"
             self._note(f"the next faster setting that was looked at, {near.name}, {why}")
 
     def _refusal(self, points: Sequence[SpeedPoint]) -> str:
