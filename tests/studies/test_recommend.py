@@ -177,6 +177,18 @@ def test_copies_are_preferred_until_only_shards_fit(config):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(("given_devices", "devices"), [({}, 2), ({"devices": 1}, 1)])
+def test_a_card_alone_is_as_many_of_it_as_the_config_asks_for(config, given_devices, devices):
+    given = config().replace({"hardware.strategy": "ddp", "hardware.devices": 2})
+    found = recommend(given, cpu_of(1 << 30), Blocks, blocks_data, **given_devices)
+    assert found.target.devices == found.config.hardware.devices == devices
+    first = found.tried[0]
+    assert first.step.devices == devices
+    assert first.name == ("as configured" if devices == 2 else "one device")
+    assert bool(found.changes) is (devices == 1)
+
+
+@pytest.mark.slow
 def test_a_step_that_cannot_be_had_is_passed_over_with_its_reason(config):
     given = config().replace({"levers.checkpoint_blocks": ["NoSuchBlock"], **ACCUMULATING})
     found = advised(given, 1000)

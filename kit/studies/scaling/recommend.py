@@ -18,9 +18,10 @@ that the smallest step is short of.
 
 from __future__ import annotations
 
+import contextlib
 import time
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Literal, overload
 
@@ -31,7 +32,7 @@ from kit.errors import ConfigError, KitError, PlanError
 from kit.machine.machine import waiting_per_core
 from kit.memory.batch_model import MemoryModel, memory_model
 from kit.memory.prediction import estimate_here
-from kit.memory.query import MOST_RANKS, MemoryQuery, make_query
+from kit.memory.query import MOST_RANKS, MemoryQuery, make_query, ranks_of
 from kit.memory.recordings import TIMEOUT_SECONDS, RecordingRequest, UnansweredError, record_all, recordings_of
 from kit.memory.replay.cards import THIS_MACHINE, DeviceTarget
 from kit.memory.replay.estimate import MemoryEstimate
@@ -82,7 +83,7 @@ def recommend(
         module: What is trained, as `kit.fit` takes it.
         data: What it is trained on, as `kit.fit` takes it.
         device: The target's device, in place of `target`.
-        devices: How many there are, at most.
+        devices: How many there are, at most; by default as many as the config asks for.
         objective: "change" for the smallest change that fits; "speed" for the fastest setting that fits, over devices,
             strategy, precision, optimizer, batch and accumulation, and blocks to checkpoint, with the global batch as
             it was.
@@ -128,6 +129,8 @@ def recommend(
     if devices is not None:
         check_count("devices", devices, MOST_RANKS)
         goal = replace(goal, devices=devices)
+    elif not (isinstance(target, RunTarget) or (isinstance(target, Mapping) and "devices" in target)):
+        goal = replace(goal, devices=_devices_of(config))
     if objective == "speed":
         if goal.limited:
             raise PlanError(f"a limit of {goal.limits} belongs to objective='change', which counts hours and money")
@@ -143,6 +146,13 @@ def recommend(
 
 
 CHANGE_SECONDS, SPEED_SECONDS = 30.0, 120.0
+
+
+def _devices_of(config: Config) -> int:
+    """How many devices a config asks for; 1 where it takes all there are."""
+    with contextlib.suppress(ConfigError):
+        return ranks_of(config)
+    return 1
 
 
 _WHY = {
@@ -361,7 +371,9 @@ class _Escalation:
         return max((one.parts for one in self.tried if _key(one.step) == _key(step)), default=0)
 
     def _tried(self, step: EscalationStep, parts: int, estimate: MemoryEstimate | None, note: str = "") -> TriedStep:
-        words = [step.strategy] if step.devices > 1 else []
+        places = step.strategy if step.devices > 1 else "one device"
+        is_given = (step.strategy, step.devices) == (self.config.hardware.strategy, _devices_of(self.config))
+        words = [] if is_given else [places]
         again = step.checkpointing and not self.config.levers.gradient_checkpointing
         words += ["zero_grad after the step"] if step.zero_grad and not self.config.levers.zero_grad_after_step else []
         words += ["checkpointing"] if again else []
