@@ -90,6 +90,7 @@ _PART_OF_HOOK = {
     "save_checkpoint": "checkpoint",
 }
 _SAVE, _LOSS = "save_checkpoint", ""
+_BACKWARD = torch.autograd.backward
 _AFTERWARDS = ".on_exception"
 """The end of actions that are done because of an error, and raise none."""
 _FSDP_WAITS = ("unshard", "wait_for_unshard", "post_backward", "finalize_backward")
@@ -173,9 +174,9 @@ class StepRecorder(Callback):
         connector = trainer._logger_connector
         vars(connector)["log_metrics"] = self.clock.timed("logging", connector.log_metrics)
         if not pl_module.automatic_optimization:  # then Lightning tells its profiler of steps alone
-            strategy, profiler = trainer.strategy, getattr(trainer, "profiler")  # noqa: B009 - of no type in Lightning
-            action = f"[Strategy]{type(strategy).__name__}.backward"
-            vars(strategy)["backward"] = as_action(profiler, action, strategy.backward)
+            profiler = getattr(trainer, "profiler")  # noqa: B009 - of no type in Lightning
+            action = f"[Strategy]{type(trainer.strategy).__name__}.backward"
+            vars(torch.autograd)["backward"] = as_action(profiler, action, _BACKWARD)  # `loss.backward()` calls it too
         self.clock.take()
         if on_gpu:
             make_event = lambda: torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]  # noqa: E731

@@ -94,15 +94,24 @@ class Manual(TinyModule):
     def training_step(self, batch, batch_idx):
         optimizer = self.optimizers()
         optimizer.zero_grad()
-        self.manual_backward(SlowGradient.apply(super().training_step(batch, batch_idx)))
+        self.backward_of(SlowGradient.apply(super().training_step(batch, batch_idx)))
         optimizer.step()
+
+    def backward_of(self, loss):
+        self.manual_backward(loss)
 
     def configure_optimizers(self):
         return SlowSGD(self.parameters(), 0.01)
 
 
-def test_a_manual_optimization_has_a_backward_pass_and_optimizer_steps_of_its_own(config):
-    trial = kit.fit(config(max_steps=6), Manual, TinyData).wait()
+class Direct(Manual):
+    def backward_of(self, loss):
+        loss.backward()
+
+
+@pytest.mark.parametrize("module", [Manual, Direct])
+def test_a_manual_optimization_has_a_backward_pass_and_optimizer_steps_of_its_own(config, module):
+    trial = kit.fit(config(max_steps=6), module, TinyData).wait()
     for event in trial.steps:
         assert event["backward_seconds"] >= 0.01, "what its gradient sleeps"
         assert event["optimizer_seconds"] >= 0.005, "what its optimizer sleeps"
