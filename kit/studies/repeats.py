@@ -49,7 +49,10 @@ _COLUMNS = ("", "runs", "samples/s", "spread", "against before")
 
 @dataclass(frozen=True, slots=True)
 class RunSource:
-    """What is run again: module and data as `kit.fit` takes them, or those of an earlier trial, and the config."""
+    """What is run again: module and data as `kit.fit` takes them, or those of an earlier trial, and the config.
+
+    With an earlier trial, module and data are what takes the place of its own.
+    """
 
     module: Any
     data: Any
@@ -86,7 +89,7 @@ class RunSource:
         """A trial that tries it out with another config: what it writes is kept from everybody."""
         if self.earlier is None:
             return try_out(self.module, self.data, config, altered=self.altered)
-        trial = Trial(again(self.earlier.paths, config, self.trust, self.altered), config)
+        trial = Trial(again(self.earlier.paths, config, self.trust, self.altered, self.module, self.data), config)
         trial.submit()
         return trial
 
@@ -228,7 +231,8 @@ def try_change(
     """Measure what a change brings: run before and after in turn until it is decided, and wait for all of it.
 
     Args:
-        given: A trial, a config, or config, module and data as `kit.fit` takes them.
+        given: A trial, whose module, data, callbacks and logger are taken again; or config, module and data as
+            `kit.fit` takes them.
         module: What is trained, where it is not given so.
         data: What it is trained on, where that is not given so.
         change: `{"section.field": value}`. A store that a change names and that is not there is built first.
@@ -314,9 +318,6 @@ def _afterwards(
         source = replace(source, altered=replace(source.altered, batch_size=new_batch_size))
     if not change and new_module is None and new_data is None and new_batch_size is None:
         raise ConfigError([Problem("change", "nothing is changed; give {'section.field': value}, or a new module")])
-    if source.earlier is not None and (new_module is not None or new_data is not None):
-        message = "an earlier trial keeps its module and data; give module, data and config in its place"
-        raise ConfigError([Problem("new_module", message)])
     if source.earlier is None:
         refuse_unused(Part.of(source.module), Part.of(source.data), change or {})
     config = source.config.replace(change or {})
@@ -329,7 +330,7 @@ def _afterwards(
         except StoreError:
             build(config)
     if source.earlier is not None:
-        return replace(source, config=config)
+        return replace(source, config=config, module=new_module, data=new_data)
     module = source.module if new_module is None else new_module
     data = source.data if new_data is None else new_data
     return RunSource(module, data, config, altered=source.altered)

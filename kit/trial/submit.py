@@ -50,6 +50,7 @@ from kit.trial.payload import (
     optimizes_manually,
     pack,
     parts_of,
+    unpack,
     warn_of_unused,
 )
 from kit.units import format_bytes
@@ -186,7 +187,10 @@ def _fill(payload: bytes, given: Mapping[str, str], config: Config, taken: Taken
     return paths
 
 
-def again(earlier: RunPaths, config: Config, trust: bool = False, altered: Altered = AS_GIVEN) -> RunPaths:
+def again(
+    earlier: RunPaths, config: Config, trust: bool = False, altered: Altered = AS_GIVEN, module: object = None,
+    data: object = None,
+) -> RunPaths:  # fmt: skip
     """A run directory to try out what `earlier` ran with another config: module and data are taken as they were sent.
 
     Args:
@@ -194,6 +198,8 @@ def again(earlier: RunPaths, config: Config, trust: bool = False, altered: Alter
         config: What to run it with.
         trust: Run it also when this user did not write it here.
         altered: As `prepare` takes it; a batch size that is not given stays as it was.
+        module: Trained in place of what was sent.
+        data: Trained on in place of what was sent.
 
     Raises:
         ConfigError, HardwareError, StoreError: see the module's first lines.
@@ -209,8 +215,18 @@ def again(earlier: RunPaths, config: Config, trust: bool = False, altered: Alter
     if rule is not None:
         size = config.loader.batch_size
         options["batch"] = asdict(replace(rule, asked=size, size=size if rule.by_config else rule.size))
+    payload = contents.payload
+    if module is not None or data is not None:
+        sent = unpack(payload)
+        module_part = sent["module"] if module is None else Part.of(module)
+        data_part = sent["data"] if data is None else Part.of(data)
+        check_targets(module_part, data_part, config)
+        check_parts(module_part, data_part, config)
+        payload, given = pack(module_part, data_part, sent.get("trainer")), given_of(module_part, data_part)
+        if data is not None and rule is not None:
+            options["batch"] = asdict(batch_rule(data_part, config))
     with _devices_taken(config) as taken:
-        return _fill(contents.payload, given, config, taken, options)
+        return _fill(payload, given, config, taken, options)
 
 
 def check_targets(module: Part, data: Part, config: Config) -> None:

@@ -6,6 +6,7 @@ import torch
 from faulty import FaultyModule
 from hypothesis import given
 from hypothesis import strategies as st
+from lightning.pytorch import Callback
 from torch.utils.data import DataLoader, TensorDataset
 
 import kit
@@ -107,6 +108,26 @@ def test_batches_of_the_callers_own_data_are_made_larger_at_once_and_for_an_earl
     first = RunSource(TinyModule, data, config(max_steps=3), altered=Altered(6)).start(config(max_steps=3)).wait()
     second = RunSource(None, None, first.config, first, altered=Altered(5)).start(first.config).wait()
     assert [{step["samples"] for step in trial.steps} for trial in (first, second)] == [{6}, {5}]
+
+
+@pytest.mark.slow
+def test_other_data_takes_the_place_of_what_a_trial_was_given_and_the_rest_stays(config):
+    samples = TensorDataset(torch.rand(64, 8), torch.rand(64, 1))
+    trial = kit.fit(config(max_steps=3), slow, DataLoader(samples, batch_size=2), callbacks=Told()).wait()
+    found = kit.studies.try_change(trial, new_data=DataLoader(samples, batch_size=4), repeats=2)
+    for side, size in ((found.before, 2), (found.after, 4)):
+        for folder in side.run_directories:
+            run = kit.Trial.open(folder)
+            assert {step["samples"] for step in run.steps} == {size}
+            assert "told of a batch" in run.paths.log(0).read_text()
+    refused = kit.studies.try_change(trial, new_data=7, repeats=2)
+    assert refused.verdict == "did not run"
+    assert "int" in refused.sentence
+
+
+class Told(Callback):
+    def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+        print("told of a batch")
 
 
 def broken():
