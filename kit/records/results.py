@@ -25,7 +25,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from html import escape
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 from kit.arguments import checks_arguments
 from kit.config import Config
@@ -55,7 +55,7 @@ _MOST_BEFORE = 100
 
 @checks_arguments
 def results(
-    folder: str | Path = "runs",
+    folder: str | Path | Trial | Sequence[Trial] = "runs",
     *,
     name: str | None = None,
     notebook: str | None = None,
@@ -67,7 +67,8 @@ def results(
     Waits for a memory prediction that is still being made for a trial that has ended.
 
     Args:
-        folder: The folder of run directories. A relative one starts at the project folder.
+        folder: The folder of run directories; a relative one starts at the project folder. Or one run directory, or a
+            trial or several, of any kind.
         name: Only runs of the experiment of this name.
         notebook: Only runs that were started from the notebook or script of this file name; "this" is the one that
             asks.
@@ -86,11 +87,18 @@ def results(
         'COMPLETE'
         >>> {row["kind"] for row in kit.results(notebook="this")}
         {'trial'}
+        >>> kit.results(trial)[0]["state"]
+        'COMPLETE'
     """
     if kind not in (*KINDS, "all"):
         hint = did_you_mean(kind, [*KINDS, "all"])
         raise ConfigError([Problem("kind", f"{kind!r} is no kind of run{hint}")])
-    asked = Asked(folder, name, notebook, kind)
+    several = folder if isinstance(folder, Sequence) and not isinstance(folder, str) else [folder]
+    trials = [one for one in several if isinstance(one, Trial)]
+    if trials and len(trials) == len(several):
+        asked = Asked(trials[0].run_directory.parent, name, notebook, "all", tuple(trial.paths for trial in trials))
+    else:
+        asked = Asked(cast("str | Path", folder), name, notebook, kind)
     found = asked.read()
     deadline = time.monotonic() + patience_seconds
     with WaitingLine(f"it may take {format_seconds(patience_seconds)}") as line:
@@ -110,6 +118,8 @@ class Asked:
     name: str | None = None
     notebook: str | None = None
     kind: str = "trial"
+    runs: tuple[RunPaths, ...] = ()
+    """Where they are asked for themselves."""
 
     def read(self) -> Results:
         """What there is of them now."""
@@ -129,8 +139,8 @@ class Asked:
         return {"name": self.name, "notebook": self.notebook}
 
     def _runs(self) -> list[RunPaths]:
-        folders = (self.folder, runs_folder(self.folder) / CALIBRATIONS)
-        found = [paths for folder in folders for paths in find_runs(folder)]
+        folders = () if self.runs else (self.folder, runs_folder(self.folder) / CALIBRATIONS)
+        found = [*self.runs, *(paths for folder in folders for paths in find_runs(folder))]
         return sorted(found, key=lambda paths: (paths.marker.stat().st_mtime_ns, paths.directory))
 
     def _is_mine(self, row: Row) -> bool:

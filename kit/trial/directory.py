@@ -240,8 +240,10 @@ def runs_folder(folder: str | Path = "runs") -> Path:
 
 
 def find_runs(folder: str | Path = "runs") -> Iterator[RunPaths]:
-    """Every run directory in a folder, oldest first; other folders are passed over."""
+    """Every run directory in a folder, oldest first, or the folder itself; other folders are passed over."""
     root = runs_folder(folder)
+    if (root / _MARKER).is_file():
+        yield RunPaths(root)
     if not root.is_dir():
         return
     marked = [path for path in root.iterdir() if (path / _MARKER).is_file()]

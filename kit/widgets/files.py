@@ -94,11 +94,11 @@ class CommitView(Background):
 
 FORMATS = {"CSV": "csv", "Markdown": "md", "HTML report": "html"}
 EXPERIMENT, NOTEBOOK, FOLDER, ALL = "this experiment", "this notebook", "whole folder", "and what is no trial"
-_CHOICES: dict[str, Callable[[Config], dict[str, str]]] = {
-    EXPERIMENT: lambda config: {"name": config.name},
-    NOTEBOOK: lambda _: {"notebook": "this"},
-    FOLDER: lambda _: {},
-    ALL: lambda config: {"name": config.name, "kind": "all"},
+_CHOICES: dict[str, Callable[[Config], Asked]] = {
+    EXPERIMENT: lambda config: Asked(config.trial.folder, name=config.name),
+    NOTEBOOK: lambda config: Asked(config.trial.folder, notebook="this"),
+    FOLDER: lambda config: Asked(config.trial.folder),
+    ALL: lambda config: Asked(config.trial.folder, name=config.name, kind="all"),
 }
 """Whose runs are shown, as `kit.results` takes it."""
 _MOST_ROWS, _LOOK_AGAIN_SECONDS = 20, 1.0
@@ -166,7 +166,7 @@ class ExportView(Background):
 
     @property
     def _asked(self) -> Asked:
-        return Asked(self.config.trial.folder, **_CHOICES[self.choice.value](self.config))
+        return _CHOICES[self.choice.value](self.config)
 
     @property
     def _path(self) -> Path:

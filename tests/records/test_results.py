@@ -21,6 +21,7 @@ from kit.records.results import KINDS, MOST_ROWS, UNDER_WAY, Results, difference
 from kit.records.row import COLUMNS
 from kit.trial.directory import CALIBRATIONS, RunPaths
 from kit.trial.submit import notebook_here
+from kit.trial.trial import Trial
 
 
 def test_a_complete_run_is_one_row_of_measurements(tmp_path):
@@ -44,6 +45,18 @@ def test_newest_comes_first_and_a_slice_is_still_results(tmp_path):
     assert [row["name"] for row in found] == ["second", "first"]
     assert isinstance(found[:1], Results)
     assert [row["name"] for row in found[1:]] == ["first"]
+
+
+def test_a_trial_several_and_a_run_directory_are_their_own_rows(tmp_path):
+    made = [make_run(tmp_path, {"name": name}, end=COMPLETE) for name in ("a", "b")]
+    environment = json.loads(made[1].environment.read_text())
+    made[1].environment.write_text(json.dumps({**environment, "kind": "repeat"}))
+    trials = [Trial.open(paths.directory) for paths in made]
+    assert [(row["name"], row["kind"]) for row in results(trials[1])] == [("b", "repeat")]
+    assert sorted(row["name"] for row in results(trials)) == ["a", "b"]
+    assert [row["name"] for row in results(made[0].directory)] == ["a"]
+    with pytest.raises(ConfigError, match="list"):
+        results([trials[0], "b"])
 
 
 def test_one_row_is_a_dict_that_shows_itself_as_the_table_does(tmp_path):
