@@ -703,6 +703,17 @@ def test_no_cure_of_reading_is_promised_more_than_a_step_without_any():
     assert "alone takes 250 ms" in finding.sentence
 
 
+def test_a_loader_that_takes_the_cores_of_the_training_is_told():
+    found = evidence(shares=shares(wait=0.02), own_loader=True, queued_fraction=0.5, alone_seconds=0.25)
+    assert "kit.studies.calibrate" in str(judge(found, source(found)))
+    for other in (
+        replace(found, own_loader=False, workers=0),
+        replace(found, alone_seconds=0.9),
+        replace(found, queued_fraction=0.02),
+    ):
+        assert "kit.studies.calibrate" not in str(judge(other, source(other)))
+
+
 @pytest.mark.parametrize("package", ["PIL", "cv2"])
 def test_a_picture_is_decoded_whole_and_at_the_least_size_that_still_has_the_pixels(package, tmp_path):
     pytest.importorskip(package)

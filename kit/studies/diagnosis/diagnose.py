@@ -347,9 +347,9 @@ def diagnose(
             that need it.
         profile: A finished profile of the same config, for the rules that need traces and functions.
         short_trials: Whether the module may run for a few steps more, where only that tells an effect: in 16 bits,
-            with four times a small batch, without its slowest hook; and, where data is waited for, on one batch again
-            and again. False leaves out the first two rules, takes a hook for as long as it was seen to be, and the
-            training for as slow without reading as beside it.
+            with four times a small batch, without its slowest hook; and, where data is waited for, or cores beside a
+            loader, on one batch again and again. False leaves out the first two rules, takes a hook for as long as it
+            was seen to be, and the training for as slow without reading as beside it.
 
     Returns:
         The findings, the largest gain first. `diagnosis["no prefetch"].try_it()` tries one.
@@ -388,6 +388,10 @@ def diagnose(
     return judge(evidence, source, notes)
 
 
+_SLOWED = 1.25
+"""Times as long as alone, from which on it is told that a loader takes the cores of the training."""
+
+
 def judge(evidence: Evidence, source: RunSource, notes: Sequence[str] = ()) -> Diagnosis:
     """What the rules say of this evidence; `source` is what a change is tried on."""
     measured = {rule: rule.measure(evidence) for rule in RULES}
@@ -410,6 +414,13 @@ def judge(evidence: Evidence, source: RunSource, notes: Sequence[str] = ()) -> D
             f"the machine was busy: training waited {queued:.0%} of the time for a core; figures and predicted effects "
             "are of that time, so run it again when less else runs"
         )
+        train, alone = evidence.train_seconds, evidence.alone_seconds
+        if evidence.reads_on_its_cores and alone and train >= _SLOWED * alone:
+            remarks.append(
+                f"with nothing read the training takes {format_seconds(alone)} a step, beside its loader "
+                f"{format_seconds(train)}: making batches holds cores that it computes with, and kit.studies.calibrate "
+                "looks for settings that take less of them"
+            )
         if threads > 1 and not evidence.on_gpu:
             remarks.append(
                 f"{threads} compute threads wait for the slowest of them in each operator: where a core is taken, "
@@ -554,7 +565,7 @@ class Roofline:
             "memory bandwidth": "the step is bound by memory bandwidth: what helps is smaller numbers, or fewer passes",
             "calls and Python": "neither compute nor memory explains the step: it is bound by calls and Python, and "
             "larger batches or fewer, larger operations help",
-            "a busy machine": "what binds the step is not known: other programs held the cores that it waited for",
+            "a busy machine": "what binds the step is not known: it waited for cores that others held, or its loader",
         }
         rate, peak = format_count(self.flops_per_second), format_count(self.peak_flops_per_second)
         return (

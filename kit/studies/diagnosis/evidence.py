@@ -275,6 +275,11 @@ class Evidence:
         return max(0.0, self.cpu_seconds - (self.thread_cores - (self.queued_fraction or 0.0)) * self.step_seconds)
 
     @property
+    def reads_on_its_cores(self) -> bool:
+        """Whether batches are made beside a step that waits for cores."""
+        return (self.own_loader or bool(self.workers)) and (self.queued_fraction or 0.0) >= BUSY_FRACTION
+
+    @property
     def batch_samples(self) -> float:
         """On one rank."""
         return (self.samples_per_second or 0.0) * self.step_seconds / max(1, self.world_size)

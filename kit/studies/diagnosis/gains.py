@@ -117,8 +117,8 @@ def without_drawing(found: Evidence, source: RunSource) -> tuple[dict[str, Range
 
 
 def training_alone(found: Evidence, source: RunSource) -> tuple[float | None, list[str]]:
-    """The seconds of a step with nothing read at all, where data is waited for; and why not known."""
-    if (found.wait_fraction or 0.0) < SLIVER:
+    """The seconds of a step with nothing read, where data or, beside reading, a core is waited for; why not known."""
+    if (found.wait_fraction or 0.0) < SLIVER and not found.reads_on_its_cores:
         return None, []
     try:
         steps = few_steps(replace(source, altered=replace(source.altered, repeats_batch=True)), found)
