@@ -8,6 +8,7 @@ estimate, exact where patch and tiles agree.
 
 from __future__ import annotations
 
+import glob
 import hashlib
 import io
 import json
@@ -89,6 +90,19 @@ class TileStatistics:
         mean = np.where(valid > 0, mean + self.centre[0], 0.0)
         return {"valid": np.clip(valid, 0, 1), "mean": mean, "deviation": np.where(valid > 0, deviation, 0.0)}
 
+    def of(self, dataset: Dataset, arrays: list[ArrayInfo]) -> TileStatistics | None:
+        """Those of some variables of a store; None where they are of others, or of what it held before."""
+        names = tuple(info.name for info in arrays)
+        if not set(names) <= set(self.variables) <= set(dataset.arrays):
+            return None
+        if self.state != state_of(dataset, dataset.select(self.variables)):
+            return None
+        if names == self.variables:
+            return self
+        places = [self.variables.index(name) for name in names]
+        parts = {name: getattr(self, name)[places] for name in ("valid", "total", "squares", "centre")}
+        return replace(self, variables=names, state=state_of(dataset, arrays), **parts)
+
     def dump(self) -> bytes:
         head = {
             "format": _FORMAT, "variables": self.variables, "dims": self.dims, "shape": self.shape, "tile": self.tile,
@@ -149,22 +163,23 @@ def _parts(dataset: Dataset) -> tuple[Dataset, ...]:
 def files_of(dataset: Dataset, arrays: list[ArrayInfo]) -> tuple[Path, ...]:
     """Where statistics of these arrays are kept: beside a folder, or else in the project's folder."""
     url = " + ".join(redact(one.url) for one in _parts(dataset))  # that of several names only two of them
-    named = hashlib.sha256(repr((url, [info.name for info in arrays])).encode()).hexdigest()[:12]
-    kept = project_folder() / ".kit" / "statistics" / f"{named}.npz"
+    store, names = (
+        hashlib.sha256(repr(one).encode()).hexdigest()[:12] for one in (url, [info.name for info in arrays])
+    )
+    kept = project_folder() / ".kit" / "statistics" / f"{store}.statistics-{names}.npz"
     folder = None if "://" in dataset.url else local_folder(dataset.url)
     if folder is None or not folder.exists():  # several stores have no place of their own
         return (kept,)
-    return folder.with_name(f"{folder.name}.statistics-{named[:6]}.npz"), kept
+    return folder.with_name(f"{folder.name}.statistics-{names}.npz"), kept
 
 
 def find_statistics(dataset: Dataset, variables: tuple[str, ...] = ()) -> TileStatistics | None:
-    """The statistics that are kept of the store as it is; None where there are none."""
+    """The statistics that are kept of the store as it is, of these variables or of more; None where there are none."""
     arrays = dataset.select(variables)
-    state = state_of(dataset, arrays)
-    for path in files_of(dataset, arrays):
-        if path.is_file():
-            found = _loaded(path, path.stat().st_mtime_ns)
-            if found.state == state:
+    for own in files_of(dataset, arrays):
+        others = own.parent.glob(f"{glob.escape(own.name.rpartition('-')[0])}-*.npz")
+        for path in (own, *sorted(set(others) - {own})):
+            if path.is_file() and (found := _loaded(path, path.stat().st_mtime_ns).of(dataset, arrays)) is not None:
                 return found
     return None
 

@@ -12,6 +12,7 @@ from kit.config import Config
 from kit.data.open_dataset import open_dataset
 from kit.data.patches.tiles import standardized_by
 from kit.data.sampling import sample_plan
+from kit.data.tile_statistics import TileStatistics, find_statistics
 from kit.errors import ConfigError
 from kit.models.unet import UNet
 from kit.studies.diagnosis.evidence import store_layout
@@ -207,3 +208,26 @@ def test_a_trainer_tests_on_patches_that_were_kept(tmp_path):
     assert seen == {"seen": 6.0}
     with pytest.raises(ConfigError, match="test_fraction"):
         kit.data.PatchData(config_of(place)).test_dataloader()
+
+
+def test_statistics_of_several_variables_are_those_of_each_and_in_any_order(tmp_path):
+    xarray = pytest.importorskip("xarray")
+    path, dims = tmp_path / "two.zarr", ("time", "lat", "lon")
+    stored = xarray.Dataset({"sst": (dims, sea()), "air": (dims, sea() * 2 + 1)})
+    stored.to_zarr(path, encoding={name: {"chunks": CHUNK} for name in stored}, consolidated=False)
+    config = Config().replace({"data.url": str(path), "data.patch": {"lat": 8, "lon": 8}})
+    both = kit.data.statistics(config.replace({"data.variables": ["sst", "air"]}), progress=False)
+    dataset = open_dataset(config)
+    for names in (("air",), ("sst",), ("air", "sst")):
+        found = find_statistics(dataset, names)
+        assert found.variables == names
+        for number, name in enumerate(names):
+            assert found.mean_and_deviation(number) == both.mean_and_deviation(both.variables.index(name))
+        made = kit.data.statistics(config.replace({"data.variables": [*names]}), progress=False, again=True)
+        assert (made.valid == found.valid).all()
+        np.testing.assert_allclose(made.mean_and_deviation(0), found.mean_and_deviation(0))
+    for file in tmp_path.glob("*.npz"):
+        if TileStatistics.load(file).variables != ("sst", "air"):
+            file.unlink()
+    zarr.open_group(path)["air"].attrs["scale_factor"] = 2.0
+    assert find_statistics(open_dataset(config), ("air",)) is None
