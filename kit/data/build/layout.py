@@ -30,7 +30,7 @@ from kit.chunks.search import ChunkPlan, Sizes
 from kit.config import Config
 from kit.data.build.open_source import load_source
 from kit.data.build.shards import ArrayWriter, Blueprint, make_blueprint
-from kit.data.build.source import Region, Source, source_error
+from kit.data.build.source import Region, Source, remarks, source_error
 from kit.data.dataset import Dataset
 from kit.data.open_dataset import open_dataset
 from kit.data.samples import SamplePlan
@@ -87,10 +87,10 @@ def plan_chunks(config: Config, *, order: Order | None = None, measure: bool = F
     source = load_source(config, source)
     geometry = _source_geometry(config, source)
     plan = _plan(config, geometry, order)
-    if not measure:
-        return plan
-    ratio = estimate(source, make_blueprint(config, source, plan)).ratio
-    return _plan(config, replace(geometry, compression_ratio=ratio), order)
+    if measure:
+        ratio = estimate(source, make_blueprint(config, source, plan)).ratio
+        plan = _plan(config, replace(geometry, compression_ratio=ratio), order)
+    return replace(plan, reasons=(*plan.reasons, *remarks(config, source)))
 
 
 _FOR_A_BUCKET = (

@@ -88,7 +88,7 @@ def remarks(config: Config, source: Source) -> Iterator[str]:
         alone = f"data.arguments: {{variables: {[*config.data.variables]}}} leaves them out"
         yield (
             f"stores {', '.join(others[:3])}{', ...' * (len(others) > 3)} too, which data.variables does not name, as "
-            f"another config may{f'; {alone}' if config.data.source else ''}"
+            f"another config may; {alone if config.data.source else 'a source without them leaves them out'}"
         )
     for name, lacking in getattr(source, "repeated", {}).items():
         times = prod(source.shape[source.dims.index(dim)] for dim in lacking)

@@ -170,6 +170,10 @@ class PatchData(EpochData):
     The store is opened in `setup`, in the process that trains, and checked there: what does not fit is a ConfigError
     before the first batch. World size and rank are the trainer's, or 1 and 0 without one.
 
+    A batch is a dict of two tensors of shape (batch, variable, *dimensions of the store): `values`, float32, 0 for
+    what is missing and standardized where `data.standardize` says so, and `valid`, bool. Variables are in the order of
+    `data.variables`, or of the store.
+
     Args:
         config: Which samples, and how they are read.
         given: What to read instead of the store of the config: an xarray Dataset or DataArray, an open dataset, or
