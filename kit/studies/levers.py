@@ -21,7 +21,7 @@ from typing import Any, Literal
 
 from kit.arguments import config_first
 from kit.config import Config
-from kit.errors import ConfigError, KitError, Problem, did_you_mean
+from kit.errors import ConfigError, KitError, Problem, TrialStopped, did_you_mean
 from kit.memory.prediction import predict_memory
 from kit.registry import Drawable
 from kit.studies.repeats import MOST, Tried, try_change
@@ -212,6 +212,8 @@ def verify_levers(
                 changed = below.replace(change)
                 step = _measured(shown, module, data, changed)
                 steps.append(_compared(step, steps[0], module, data, repeats, seconds))
+            except TrialStopped:  # an interrupt ends all
+                raise
             except KitError as error:
                 steps.append(_failed(shown, below, error))
                 continue
@@ -383,6 +385,8 @@ def verify_sequences(
         try:
             changed = one.replace({"levers.sequence_chunk": chunk})
             chunked.append(_measured("in chunks", module, data, changed))
+        except TrialStopped:
+            raise
         except KitError as error:
             chunked.append(_failed("in chunks", one, error))
     return SequenceCheck(ordered, chunk, whole, tuple(chunked))

@@ -5,7 +5,7 @@ import pytest
 
 import kit
 from kit.charts.compare import levers_figure
-from kit.errors import ConfigError
+from kit.errors import ConfigError, TrialStopped
 from kit.models import GPT, Tokens
 
 pytestmark = pytest.mark.slow
@@ -137,3 +137,17 @@ def test_levers_that_there_are_not_are_refused_before_anything_runs(config, leve
 def test_lengths_that_cannot_be_compared_are_refused(config, lengths):
     with pytest.raises(ConfigError, match="lengths: .*two or more"):
         kit.studies.verify_sequences(config(), model, "kit.models:Tokens", lengths=lengths, chunk=16)
+
+
+def test_an_interrupt_ends_all_levers(config, monkeypatch):
+    asked = []
+
+    def measured(name, module, data, tried):
+        asked.append(name)
+        if len(asked) > 1:
+            raise TrialStopped("interrupted")
+
+    monkeypatch.setattr("kit.studies.levers._measured", measured)
+    with pytest.raises(TrialStopped):
+        kit.studies.verify_levers(config(), model, data, levers=["bf16-mixed", "8-bit optimizer"])
+    assert len(asked) == 2
