@@ -194,6 +194,7 @@ def verify_levers(
     Raises:
         ConfigError: for an unknown lever, no levers at all, and what `kit.fit` refuses of the config itself.
         TrialError: when the trial of the config itself fails.
+        TrialStopped: after an interrupt.
 
     Example:
         >>> levers = [{"levers.optimizer": "sgd"}]
@@ -358,6 +359,7 @@ def verify_sequences(
     Raises:
         ConfigError: for fewer than two lengths, a chunk without positions, and what `kit.fit` refuses.
         TrialError: when a trial of whole sequences fails.
+        TrialStopped: after an interrupt.
 
     Example:
         >>> check = kit.studies.verify_sequences(gpt, data="kit.models:Tokens", lengths=[16, 32], chunk=8)

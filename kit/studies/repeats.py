@@ -24,7 +24,7 @@ from typing import Any, Literal
 
 from kit.arguments import checks_arguments
 from kit.config import Config
-from kit.errors import ConfigError, KitError, Problem, StoreError, TrialError
+from kit.errors import ConfigError, KitError, Problem, StoreError, TrialError, TrialStopped
 from kit.records.results import class_name
 from kit.records.row import row_of
 from kit.studies.series import samples_per_second
@@ -254,6 +254,7 @@ def try_change(
         ConfigError: for no change, fewer than two repeats, and what `kit.fit` refuses of the config itself.
         ForeignRunError: for a trial that this user did not write here, before anything of it is run.
         TrialError: when a trial before the change fails.
+        TrialStopped: after an interrupt.
         BuildError: when the store that a change names cannot be built.
 
     Example:
@@ -280,6 +281,8 @@ def try_change(
                 elif not after.note:
                     try:
                         after = _with_run(after, changed, on_run)
+                    except TrialStopped:  # an interrupt ends all
+                        raise
                     except KitError as error:
                         after = replace(after, samples_per_second=(), note=str(error))
                 line.show(f"{len(before.run_directories) + len(after.run_directories)} runs done in turn")

@@ -139,15 +139,32 @@ def test_lengths_that_cannot_be_compared_are_refused(config, lengths):
         kit.studies.verify_sequences(config(), model, "kit.models:Tokens", lengths=lengths, chunk=16)
 
 
-def test_an_interrupt_ends_all_levers(config, monkeypatch):
+@pytest.mark.parametrize("end", [2, 4])
+def test_an_interrupt_ends_all_levers(config, monkeypatch, end):
+    """Of the trial of a lever, and of its second run beside the first."""
+    ended, wait = [], kit.Trial.wait
+
+    def interrupted(trial, *given):
+        ended.append(trial)
+        if len(ended) == end:
+            raise TrialStopped("interrupted")
+        return wait(trial, *given)
+
+    monkeypatch.setattr(kit.Trial, "wait", interrupted)
+    with pytest.raises(TrialStopped):
+        kit.studies.verify_levers(config(), model, data, levers=["bf16-mixed", "8-bit optimizer"])
+    assert len(ended) == end
+
+
+def test_an_interrupt_ends_all_sequences(config, monkeypatch):
     asked = []
 
-    def measured(name, module, data, tried):
+    def measured(name, *_):
         asked.append(name)
-        if len(asked) > 1:
+        if name == "in chunks":
             raise TrialStopped("interrupted")
 
     monkeypatch.setattr("kit.studies.levers._measured", measured)
     with pytest.raises(TrialStopped):
-        kit.studies.verify_levers(config(), model, data, levers=["bf16-mixed", "8-bit optimizer"])
-    assert len(asked) == 2
+        kit.studies.verify_sequences(config(), model, "kit.models:Tokens", lengths=[16, 32], chunk=8)
+    assert asked.count("in chunks") == 1

@@ -356,6 +356,7 @@ def diagnose(
 
     Raises:
         TrialError: when the trial has failed, or has not measured a step.
+        TrialStopped: after an interrupt.
         ConfigError: for arguments that are none of these.
 
     Example:

@@ -25,7 +25,7 @@ import statistics
 from collections import defaultdict
 from dataclasses import replace
 
-from kit.errors import KitError, TrialError
+from kit.errors import KitError, TrialError, TrialStopped
 from kit.events import Event
 from kit.records.trace import BESIDE_TRAINING
 from kit.studies.diagnosis.evidence import Evidence
@@ -83,6 +83,8 @@ def measured_gains(found: Evidence, source: RunSource) -> tuple[dict[str, Range]
                 pairs.append((step_logarithms(runs["before"]), step_logarithms(runs["after"])))
             times = _largest(runs["after"]) / max(1, _largest(runs["before"]))
             gains[name] = in_whole_steps(difference(pairs), found, max(1.0, times))
+        except TrialStopped:  # an interrupt ends all
+            raise
         except KitError as error:
             batch = f"a batch of {altered.batch_size} from {found.whose_batches}"
             asked = ", ".join(change) or (f"leaving out {altered.without_hook}" if altered.without_hook else batch)
@@ -108,6 +110,8 @@ def without_drawing(found: Evidence, source: RunSource) -> tuple[dict[str, Range
         return {}, []
     try:
         steps = few_steps(replace(source, altered=replace(source.altered, without_hook=hook)), found)
+    except TrialStopped:
+        raise
     except KitError as error:
         return {}, [f"how long steps take without drawing and logging was not measured: {error}"]
     beside = math.fsum(found.shares.get(part, 0.0) for part in BESIDE_TRAINING if part != "logging")
@@ -122,6 +126,8 @@ def training_alone(found: Evidence, source: RunSource) -> tuple[float | None, li
         return None, []
     try:
         steps = few_steps(replace(source, altered=replace(source.altered, repeats_batch=True)), found)
+    except TrialStopped:
+        raise
     except KitError as error:
         return None, [f"how long the training takes without reading was not measured: {error}"]
     batches: defaultdict[tuple[int, int], list[float]] = defaultdict(list)
