@@ -25,6 +25,7 @@ from __future__ import annotations
 import base64
 import functools
 import re
+import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -327,11 +328,26 @@ class ConfigPanel(Handle):
         """Write the config as YAML, to be committed."""
         return self.config.save(path)
 
+    @property
+    def module(self) -> Any:
+        """What is trained, as it was given."""
+        return self._module
+
+    @property
+    def data(self) -> Any:
+        """What it is trained on, as it was given."""
+        return self._data
+
     def _arguments(self) -> str:
-        """Config, module and data as a line of code passes them."""
-        module = [] if self._module is None else ["module"]
-        data = [] if self._data is None else ["data" if module else "data=data"]
-        return ", ".join([self.config.as_code(against=self._base), *module, *data])
+        """Config, module and data as a line of code passes them: by their names in a notebook, where they have some."""
+        panel, config = _name_of(self), self.config.as_code(against=self._base)
+        if (name := _name_of(self._base)) is not None:
+            unnamed = self.config.as_code() if self._base == Config() or not panel else f"{panel}.config"
+            config = config.replace("config", name, 1) if name else unnamed
+        parts = {part: getattr(self, part) for part in ("module", "data") if getattr(self, part) is not None}
+        made = {part: f"{type(value).__name__}(...)" if panel == "" else part for part, value in parts.items()}
+        named = {part: _code_of(value, f"{panel}.{part}" if panel else made[part]) for part, value in parts.items()}
+        return ", ".join([config, *(name if "module" in named else f"data={name}" for name in named.values())])
 
     def __repr__(self) -> str:
         return f"{type(self).__name__} of {self.config!r}"
@@ -424,6 +440,19 @@ def _forget(handles: Iterable[Handle]) -> None:
     for name in ("_", "__", "___"):
         if id(getattr(shell.displayhook, name, None)) in gone:
             setattr(shell.displayhook, name, "")
+
+
+def _code_of(value: Any, otherwise: str) -> str:
+    """What stands for a module or for data in a line of code."""
+    name = _name_of(value)
+    return otherwise if name is None else name or (repr(value) if isinstance(value, str) else otherwise)
+
+
+def _name_of(value: Any) -> str | None:
+    """The name of an object in the notebook, empty where it has none; None where this is no notebook."""
+    if "IPython" not in sys.modules or (shell := _shell()) is None:
+        return None
+    return next((name for name, one in shell.user_ns.items() if one is value and not name.startswith("_")), "")
 
 
 def _shell() -> Any:

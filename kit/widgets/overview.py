@@ -28,13 +28,14 @@ from kit.machine.processes import BUSY_CORES, machine
 from kit.records.ratios import NO_SPEED, SpeedRange, range_words, speed_key, speed_range
 from kit.trial.payload import parts_of
 from kit.trial.submit import given_of
-from kit.units import format_bytes, format_count, format_seconds
+from kit.units import format_bytes, format_count, format_seconds, plural
 from kit.widgets.parts import QUIET, WAITING_STYLE, line, turn_grey
 
 if TYPE_CHECKING:
     from kit.memory.replay.estimate import MemoryEstimate
     from kit.records.row import Row
     from kit.speed.prediction import SpeedEstimate
+    from kit.studies.calibration.result import Calibration
     from kit.studies.scaling.predict import BigRun
     from kit.widgets.memory_view import CardAnswer
 
@@ -215,6 +216,17 @@ def data_card(
         title="data, predicted", value=format_count(rate), why=why, bar=bar, help=code,
         unit="samples/s from a bucket" if from_bucket else "samples/s can be read",
     )  # fmt: skip
+
+
+def calibrated_card(found: Calibration | None, config: Config) -> OverviewCard | None:
+    """What a loader gave with these settings; None where no calibration says so."""
+    if found is None or found.chosen is None or found.apply(config) != config or not found.batches_per_second:
+        return None
+    processes = plural(found.chosen.num_workers, "loader process", "loader processes")
+    rate = format_count(found.batches_per_second * config.loader.batch_size)
+    why = f"{found.batches_per_second:.3g} batches/s with {processes}, without training beside it"
+    code = "kit.studies.calibrate(config)"
+    return OverviewCard(title="data, calibrated", value=rate, unit="samples/s on a device", why=why, help=code)
 
 
 def run_card(

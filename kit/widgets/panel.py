@@ -38,7 +38,7 @@ from kit.studies.calibration.result import Calibration, calibrate
 from kit.studies.diagnosis.diagnose import Diagnosis
 from kit.studies.profiling.profile import Profile, profile
 from kit.train.choices import explain_attention, explain_batch, explain_strategy
-from kit.trial.payload import Part, batch_rule
+from kit.trial.payload import BATCH, Part, batch_rule
 from kit.trial.trial import Trial, warm_up
 from kit.widgets.build_panel import BuildPart
 from kit.widgets.chunk_panel import ChunkPart
@@ -51,6 +51,7 @@ from kit.widgets.memory_view import CardAnswer
 from kit.widgets.overview import (
     MeasuredSpeed,
     Overview,
+    calibrated_card,
     data_card,
     measure_speed,
     memory_card,
@@ -114,6 +115,9 @@ class Panel(ConfigPanel):
     """The widgets, and the methods that mirror them."""
 
     def __init__(self, config: Config, module: Any = None, data: Any = None) -> None:
+        rule = batch_rule(Part.of(data), config)
+        if rule.note and not rule.is_worth_a_warning and rule.size is not None:  # nobody chose the config's number
+            config = config.replace({BATCH: rule.size})
         self._base, self._module, self._data = config, module, data
         self._starting, self._mutex = LatestOnlyWorker("kit-fit"), threading.RLock()
         self.trial: Trial | None = None
@@ -264,6 +268,7 @@ class Panel(ConfigPanel):
 
     def _on_calibrated(self, found: Calibration) -> None:
         self.config = found.apply(self.config)
+        self._show_cards()
 
     def stop(self) -> None:
         """Ask the trial to end after its current step; what it measured is kept."""
@@ -526,6 +531,8 @@ class Panel(ConfigPanel):
             ),
             "run": run_card(self._speed, self.config, elsewhere, predicted),
         }  # fmt: skip
+        if self.store is None and (calibrated := calibrated_card(self.calibration.found, self.config)) is not None:
+            cards["data"] = calibrated
         looks = self.store is not None and facts.config != self.config  # at the store of the settings before
         self.overview.show(**{name: replace(card, stale=looks) for name, card in cards.items()})
         self._show_breakdown(predicted)
@@ -591,6 +598,7 @@ class Panel(ConfigPanel):
     def _ipython_display_(self) -> None:
         if self.config.trial.start == "warm":
             warm_up()
+        self._show_code()  # by its own name, which a cell has given it meanwhile
         self._show()
         if not self._wanted and not self.closed:
             self._wanted = True

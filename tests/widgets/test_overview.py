@@ -12,9 +12,12 @@ import kit
 from kit.config import Config
 from kit.records.row import row_of
 from kit.speed.prediction import speed_beside
+from kit.studies.calibration.result import Calibration
+from kit.studies.calibration.rules import LoaderSetting, Measurement
 from kit.widgets.memory_view import CardAnswer
 from kit.widgets.overview import (
     Overview,
+    calibrated_card,
     card_html,
     data_card,
     measure_speed,
@@ -211,3 +214,17 @@ def test_the_speed_of_another_card_shows_with_its_memory(tmp_path, monkeypatch):
     made.memory.wait(PATIENCE_SECONDS)
     assert made.overview.cards["speed"].title == "speed of A100-40GB, predicted"
     made.close()
+
+
+def test_the_data_card_is_what_a_calibration_of_these_settings_gave():
+    chosen = LoaderSetting(num_workers=2, prefetch_factor=3)
+    item = Measurement(
+        setting=chosen, batches_per_second=12.5, batches=10, seconds=0.8, error=0.02, first_batch_seconds=0.1,
+        whole_seconds=1.0,
+    )  # fmt: skip
+    found, config = Calibration(chosen=chosen, measured=(item,)), Config().replace({"loader.batch_size": 4})
+    card = calibrated_card(found, found.apply(config))
+    assert (card.title, card.value) == ("data, calibrated", "50")
+    assert "2 loader processes" in card.why
+    for other in (None, Calibration(chosen=None), found):
+        assert calibrated_card(other, config) is None

@@ -3,17 +3,22 @@
 import asyncio
 import re
 import threading
+from contextlib import closing
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
+import torch
 from made_runs import make_run
 from properties import nightly
+from torch.utils.data import DataLoader, TensorDataset
 from waiting import PATIENCE_SECONDS, wait_until
 
 import kit
 from kit.config import Config
 from kit.errors import ConfigError, TrialError, UnreachableStoreError
 from kit.memory.prediction import predict_memory
+from kit.testing import TinyModule
 from kit.widgets import panel as panels
 from kit.widgets.live import LatestOnlyWorker
 from kit.widgets.panel import Panel, panel
@@ -508,3 +513,28 @@ def test_settings_change_while_the_store_is_looked_at(config):
     made.wait(WAIT)
     assert made.config.loader.batch_size == 59
     assert made.form.hints.keys() >= {"loader.batch_size", "chunking.chunk"}
+
+
+@pytest.mark.parametrize(("changes", "size"), [({}, 6), ({"loader.batch_size": 64}, 64)])
+def test_a_panel_begins_with_the_batches_that_the_loader_makes(config, changes, size):
+    """Nobody chose the default of the config; who chose another number is told that the loader's is used."""
+    loader = DataLoader(TensorDataset(torch.rand(64, 8), torch.rand(64, 1)), batch_size=6)
+    given = config.replace({"loader.batch_size": Config().loader.batch_size, **changes})
+    with closing(Panel(given, TinyModule, loader)) as made:
+        assert made.config.loader.batch_size == size
+        assert not made.form.changed
+
+
+def test_the_line_of_code_names_what_the_notebook_calls_it(config, monkeypatch):
+    named, unnamed = TinyModule(), TinyModule()
+    names = {"mine": config, "net": named, "_": unnamed}
+    monkeypatch.setattr(
+        "kit.widgets.live._shell", lambda: SimpleNamespace(user_ns=names, user_ns_hidden={}, displayhook=None)
+    )
+    with closing(Panel(config, named, "kit.testing:TinyData")) as made:
+        assert made._arguments() == "mine, net, 'kit.testing:TinyData'"
+    with closing(Panel(Config(), unnamed)) as made:
+        assert made._arguments() == "kit.Config(), TinyModule(...)"
+        names["shown"] = made
+        made.form.edit({"loader.batch_size": 2})
+        assert made._arguments() == 'kit.Config().replace({"loader.batch_size": 2}), shown.module'
