@@ -289,8 +289,9 @@ def _differing(comparison: Comparison) -> str:
 
 
 def _common(comparison: Comparison) -> str:
-    default, shown = Config(), {*_NOT_ASKED, *comparison.differences}
-    changed = default.diff(comparison.groups[0].config).items()
+    configs, shown = [group.config for group in comparison.groups], {*_NOT_ASKED, *comparison.differences}
+    shown |= {path for config in configs for path in configs[0].diff(config)}  # a target that `differences` names apart
+    changed = Config().diff(configs[0]).items()
     cells = [[path, setting_text(ours), setting_text(plain)] for path, (plain, ours) in changed if path not in shown]
     shared = "Settings that all of them share" if len(comparison.groups) > 1 else "Settings"
     if not cells:

@@ -145,7 +145,7 @@ def _stalled(paths: RunPaths, tails: dict[int, _Tail], limits: Limits) -> Verdic
 def _silent_end(paths: RunPaths, end: RankEnd, tail: _Tail, out_of_memory: bool) -> Verdict:
     """The verdict on a rank that ended without an event that says why."""
     rank, after, cause = f"rank {end.rank}", f"after step {tail.step}", "error"
-    used = f"; it used {format_bytes(tail.host_rss_bytes)}" if tail.host_rss_bytes else ""
+    used = f", when it used {format_bytes(tail.host_rss_bytes)}" if tail.host_rss_bytes else ""
     name = signal.Signals(-end.exit_code).name if end.exit_code < 0 else ""
     if end.exit_code == EXIT_CANNOT_WRITE:
         message = f"{rank} could not write to {paths.directory} {after}: is the disk full?"

@@ -1,5 +1,6 @@
 """The report: one file that holds everything, asks nobody, hides no failure and replaces nothing of others."""
 
+import json
 import re
 from html.parser import HTMLParser
 
@@ -102,6 +103,19 @@ def test_a_report_of_one_trial_compares_nothing(trials, tmp_path):
     assert "configs differ" not in text
     again = kit.html_report([trials[0], str(trials[2].run_directory)], tmp_path / "report.html").read_text()
     assert "2 trials of 2 configs" in again
+
+
+def test_settings_that_all_share_are_those_of_each(tmp_path):
+    """Where the modules are known, a target that differs is no difference of theirs, and not shared either."""
+    for name, target in (("a", "kit.models:GPT"), ("b", "kit.models:UNet")):
+        paths = make_run(tmp_path / "runs", {"name": name, "model.target": target}, end=COMPLETE)
+        lines = [json.loads(line) for line in paths.events(0).read_text().splitlines()]
+        told = [line | {"module": target} if line["kind"] == "fit_started" else line for line in lines]
+        paths.events(0).write_text("".join(json.dumps(line) + "\n" for line in told))
+    page = kit.html_report(tmp_path / "runs", tmp_path / "r.html").read_text()
+    shared = page.partition("all of them share")[2].partition("</table>")[0]
+    assert "trial.max_steps" in shared
+    assert "model.target" not in shared
 
 
 def test_a_file_of_others_is_not_replaced_unless_asked(tmp_path):
