@@ -234,10 +234,18 @@ class Config(Drawable, Section):
         return write_yaml(self.values(), {info.path: info.help for info in self.fields()} if comments else {})
 
     def save(self, path: str | Path) -> Path:
-        """Write `to_yaml()`; the file is replaced in one move, never left half-written."""
+        """Write `to_yaml()`; the file is replaced in one move, never left half-written.
+
+        Raises:
+            ConfigError: where it cannot be written.
+        """
         file = Path(path)
-        file.parent.mkdir(parents=True, exist_ok=True)
-        return write_whole(file, self.to_yaml())
+        try:
+            file.parent.mkdir(parents=True, exist_ok=True)
+            return write_whole(file, self.to_yaml())
+        except OSError as error:
+            message = f"cannot write {file}: {error.strerror or error}; give a place where you may write"
+            raise ConfigError([Problem("path", message)]) from error
 
     # -- comparing and changing
 

@@ -290,6 +290,12 @@ def test_saving_replaces_the_file_in_one_move(tmp_path):
     assert [path.name for path in file.parent.iterdir()] == ["config.yaml"]
 
 
+def test_a_place_that_cannot_be_written_is_a_config_error(tmp_path):
+    (tmp_path / "file").touch()
+    with pytest.raises(ConfigError, match="cannot write"):
+        Config().save(tmp_path / "file" / "config.yaml")
+
+
 def test_a_missing_file_is_a_config_error(tmp_path):
     with pytest.raises(ConfigError, match="cannot read"):
         Config.load(tmp_path / "nothing.yaml")

@@ -12,14 +12,15 @@ texts come from `Config.fields()`. An edit that does not fit is shown with its r
 
 from __future__ import annotations
 
+import re
 import threading
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import ipywidgets
 
-from kit.config import Config, FieldInfo, thaw
-from kit.errors import ConfigError, Problem, did_you_mean
+from kit.config import Config, FieldInfo, paths_of, thaw
+from kit.errors import ConfigError, Problem
 from kit.widgets.controls import kind_of, label, make_control, read_control, show, write_control
 from kit.widgets.parts import (
     ERROR,
@@ -341,14 +342,16 @@ class ConfigForm:
         return ipywidgets.VBox(children, layout=layout, _dom_classes=("kit-form",))
 
     def _find(self) -> None:
-        """Show the fields that have every word of the search in name or description; all groups without a search."""
+        """Show the fields that have every word of the search in name or description, or that others call so; all groups
+        without a search."""
         words = self.search.value.lower().split()
         found = None
         if words:
             texts = {path: f"{path} {label(info)} {info.help}".lower() for path, info in self._fields.items()}
-            found = {path for path, text in texts.items() if all(word in text for word in words)}
-        close = did_you_mean("_".join(words), (info.name for info in self._fields.values()), otherwise="")
-        nothing = f"no setting has {' and '.join(map(repr, words))} in its name or description{close}"
+            starts = [re.compile(rf"(\b|_){re.escape(word)}") for word in words]
+            found = {path for path, text in texts.items() if all(start.search(text) for start in starts)}
+            found |= self._fields.keys() & {*paths_of("_".join(words))}
+        nothing = f"no setting has {' and '.join(map(repr, words))} in its name or description"
         put(self._nothing_found, note_html(nothing, margin="2px 0", role="status") if found == set() else "")
         for group in self._groups:
             group.show(found)

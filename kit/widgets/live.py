@@ -24,6 +24,7 @@ from __future__ import annotations
 
 import base64
 import functools
+import json
 import re
 import sys
 import threading
@@ -445,7 +446,7 @@ def _forget(handles: Iterable[Handle]) -> None:
 def _code_of(value: Any, otherwise: str) -> str:
     """What stands for a module or for data in a line of code."""
     name = _name_of(value)
-    return otherwise if name is None else name or (repr(value) if isinstance(value, str) else otherwise)
+    return otherwise if name is None else name or (json.dumps(value) if isinstance(value, str) else otherwise)
 
 
 def _name_of(value: Any) -> str | None:

@@ -163,6 +163,9 @@ class Panel(ConfigPanel):
             self.store = StoreView(config, weakly(self._on_facts), self.form.check)
             parts = (self.store.ui, self.chunks.ui, self._fold.ui)
             self._data_tab.children = (*parts, *self._data_tab.children)
+        else:
+            words = "data of your own: Calibrate measures what its loader gives, and which settings are enough"
+            self._data_tab.children = (line(note_html(words, margin="0")), *self._data_tab.children)
         self._label(busy=False)
         self._listen()
         self._show_changes()

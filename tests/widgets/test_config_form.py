@@ -229,10 +229,19 @@ def test_the_settings_most_changed_are_in_sight_and_a_search_finds_the_others(fo
     form.search.value = "latency"
     assert "chunking.latency_seconds" in shown_in(form)
     assert "loader.batch_size" not in shown_in(form)
-    form.search.value = "batchsize"
+    for words, path in (
+        ("batchsize", "loader.batch_size"),
+        ("fp16", "hardware.precision"),
+        ("learning rate", "model.arguments"),
+        ("lr", "model.arguments"),
+    ):
+        form.search.value = words
+        assert path in shown_in(form)
+        assert len(shown_in(form)) <= 3
+    form.search.value = "zebra"
     assert shown_in(form) == set()
     said = form.ui.children[1]
-    assert "batch_size" in said.value
+    assert "zebra" in said.value
     assert said.layout.display != "none"
     form.search.value = ""
     assert shown_in(form) == first

@@ -532,7 +532,7 @@ def test_the_line_of_code_names_what_the_notebook_calls_it(config, monkeypatch):
         "kit.widgets.live._shell", lambda: SimpleNamespace(user_ns=names, user_ns_hidden={}, displayhook=None)
     )
     with closing(Panel(config, named, "kit.testing:TinyData")) as made:
-        assert made._arguments() == "mine, net, 'kit.testing:TinyData'"
+        assert made._arguments() == 'mine, net, "kit.testing:TinyData"'
     with closing(Panel(Config(), unnamed)) as made:
         assert made._arguments() == "kit.Config(), TinyModule(...)"
         names["shown"] = made
