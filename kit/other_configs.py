@@ -12,7 +12,7 @@ import difflib
 import re
 import shlex
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
@@ -174,7 +174,7 @@ _AIOS = {
     "--chunk-size": _to("levers.sequence_chunk"),
     "--use-chunked-training": _none("levers.sequence_chunk above 0 is chunked training"),
     "--ddp": _to("hardware.strategy", convert=_is("ddp")),
-    "--zero-stage": _to("hardware.strategy", convert=lambda stage: {"zero3": "fsdp", "none": "none"}.get(stage, "ddp"),
+    "--zero-stage": _to("hardware.strategy", convert=lambda stage: {"zero3": "fsdp", "none": None}.get(stage, "ddp"),
                         note="fsdp shards what zero3 does; stages 1 and 2 have no equal here"),
     "--cuda-ids": _to("hardware.devices", convert=lambda value: [int(index) for index in str(value).split(",")]),
     "--world-size": _to("hardware.devices", convert=int),
@@ -191,6 +191,8 @@ _AIOS = {
     "--load-in-8bit": _none("not there; kit.models.named:Transformer takes a method of peft"),
     "--load-in-4bit": _none("not there; kit.models.named:Transformer takes a method of peft"),
 }  # fmt: skip
+_DECIDING = ("--zero-stage", "--cuda-ids")
+"""Settings that say more than another one of the same field."""
 SECTIONS = frozenset(name.partition(".")[0] for name in _BASEMODEL)
 """Top-level keys of a BaseModel YAML."""
 COMMAND = "aios"
@@ -210,7 +212,8 @@ def changes_of(source: Mapping[str, Any] | str) -> tuple[str, dict[str, Any], tu
     """
     if isinstance(source, str):
         tool, given, defaults = "AI-OS", dict(_flags(source)), _AIOS_DEFAULTS
-        table, changes = _aios_table(given), {"model.target": _GPT if _is_gpt(given) else _TRANSFORMER}
+        table = _aios_table(given)
+        changes: dict[str, Any] = {"model.target": _GPT if _is_gpt(given) else _TRANSFORMER}
     elif source.keys() & SECTIONS:
         tool, given, defaults = "BaseModel", dict(leaves(source)), _BASEMODEL_DEFAULTS
         table, changes = _BASEMODEL, {"model.target": _SKETCH}
@@ -218,7 +221,7 @@ def changes_of(source: Mapping[str, Any] | str) -> tuple[str, dict[str, Any], tu
         known = ", ".join(sorted(SECTIONS))
         raise ConfigError(f"neither a BaseModel YAML ({known}) nor a command line that begins with {COMMAND}")
     rows: list[Setting] = []
-    for name, value in {**defaults, **given}.items():
+    for name, value in sorted({**defaults, **given}.items(), key=lambda setting: setting[0] in _DECIDING):
         rule = _rule(table, name)
         here = rule.convert(value)
         paths = rule.paths if here is not None else ()
@@ -230,7 +233,17 @@ def changes_of(source: Mapping[str, Any] | str) -> tuple[str, dict[str, Any], tu
             _put(changes, path, here)
     if "training.early_stopping_patience" in changes:
         changes.setdefault("training.monitor", "val_loss")
-    return tool, changes, tuple(rows)
+    if changes.get("hardware.strategy", "none") != "none":  # which needs a number of devices, and none may be named
+        changes.setdefault("hardware.devices", -1)
+    overruled = [row.path in changes and changes[row.path] != row.here for row in rows]
+    return (
+        tool,
+        changes,
+        tuple(
+            replace(row, note="; ".join(filter(None, [row.note, "another setting decides"]))) if lost else row
+            for row, lost in zip(rows, overruled, strict=True)
+        ),
+    )
 
 
 def _is_gpt(given: Mapping[str, Any]) -> bool:

@@ -94,6 +94,10 @@ def test_a_command_line_of_ai_os_becomes_a_config():
         ("--ddp --cuda-ids 0,2", "hardware.devices", (0, 2)),
         ("--cuda-ids=1", "hardware.devices", (1,)),
         ("--zero-stage zero3 --world-size 4", "hardware.strategy", "fsdp"),
+        ("--zero-stage zero3 --ddp --cuda-ids 2,3 --world-size 2", "hardware.strategy", "fsdp"),
+        ("--zero-stage zero3 --ddp --cuda-ids 2,3 --world-size 2", "hardware.devices", (2, 3)),
+        ("--zero-stage none --ddp --world-size 2", "hardware.strategy", "ddp"),
+        ("--zero-stage zero2", "hardware.devices", -1),
         ("--use-chunked-training --chunk-size 1024", "levers.sequence_chunk", 1024),
         ("--use_chunked_training --chunk_size=512", "levers.sequence_chunk", 512),
         ("--model llama", "model.target", "kit.models.named:Transformer"),
@@ -101,6 +105,13 @@ def test_a_command_line_of_ai_os_becomes_a_config():
 )
 def test_flags_and_defaults_of_ai_os(flags, path, value):
     assert Config.translate(f"aios hrm-hf train-actv1 {flags}").config.get(path) == value
+
+
+def test_a_setting_that_another_one_overrules_says_so():
+    found = Config.translate("aios hrm-hf train-actv1 --ddp --zero-stage zero3 --world-size 2")
+    notes = {row.name: row.note for row in found.settings}
+    assert "another setting decides" in notes["--ddp"]
+    assert not [name for name, note in notes.items() if "another setting" in note and name != "--ddp"]
 
 
 @pytest.mark.parametrize("end", ["\\\n", "`\n", "`\r\n", "` \r\n"])
