@@ -290,6 +290,12 @@ def test_saving_replaces_the_file_in_one_move(tmp_path):
     assert [path.name for path in file.parent.iterdir()] == ["config.yaml"]
 
 
+def test_no_value_is_said_to_mean_itself():
+    with pytest.raises(ConfigError, match="-2 is not accepted") as raised:
+        Config.make({"hardware": {"devices": -2}})
+    assert "did you mean" not in str(raised.value)
+
+
 def test_a_place_that_cannot_be_written_is_a_config_error(tmp_path):
     (tmp_path / "file").touch()
     with pytest.raises(ConfigError, match="cannot write"):

@@ -232,6 +232,7 @@ def _settle(environment: dict[str, Any]) -> None:
     sys.path[:] = list(dict.fromkeys([*environment["sys_path"], *sys.path]))
     use_one_lightning()
     torch.set_num_threads(environment["threads_per_rank"])
+    os.environ.setdefault("OMP_NUM_THREADS", str(environment["threads_per_rank"]))  # else Lightning's ddp sets its own
     multiprocessing.set_start_method("fork", force=True)
     scratch.take(scratch_folder())
     note_process()

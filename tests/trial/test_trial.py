@@ -119,6 +119,21 @@ def test_a_manual_optimization_has_a_backward_pass_and_optimizer_steps_of_its_ow
         assert sum(parts) == pytest.approx(event["step_seconds"], abs=1e-6)
 
 
+class Threads(TinyModule):
+    def training_step(self, batch, batch_idx):
+        self.log("threads", float(torch.get_num_threads()))
+        return super().training_step(batch, batch_idx)
+
+
+def test_several_ranks_compute_with_as_many_threads_as_the_config_says(config):
+    """Lightning gives each rank its share of the cores where nobody else has said a number."""
+    changed = config().replace(
+        {"hardware.strategy": "ddp", "hardware.devices": 2, "hardware.threads_per_rank": 3, "trial.max_steps": 2}
+    )
+    trial = kit.fit(changed, Threads, TinyData).wait()
+    assert kit.results(trial)[0]["metrics"]["threads"] == 3
+
+
 def test_time_spent_waiting_for_data_is_called_so(config):
     trial = fit(config(), MODULE, SlowData).wait(SECONDS)
     assert all(step["wait_seconds"] >= 0.02 for step in trial.steps)
