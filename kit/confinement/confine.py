@@ -29,7 +29,7 @@ from kit.confinement.mirror import WRITES, Mirror
 from kit.confinement.private_files import PrivateFiles
 from kit.confinement.stand_ins import Refusals, RefusedError, hook_asks, no_connections, no_processes
 from kit.json_text import write_whole
-from kit.machine.processes import LONGEST_SOCKET_FOLDER
+from kit.machine.processes import LONGEST_SOCKET_FOLDER, NOTE, scratch_folder
 
 _WAIT_SECONDS, _TICK_SECONDS = 20.0, 0.002
 _LEADER = "leader"
@@ -151,7 +151,8 @@ def confined(
             _refusals = _mirror = None
         if _confinement is not None and _confinement.private is not None:
             for doing, path in _confinement.private.changed():  # also by C code, of which no audit hook hears
-                if not any(part.startswith((".", "__", "torchinductor")) for part in path.parts):
+                is_note = path.parent == scratch_folder() and path.name.startswith(NOTE)  # of kit's own processes
+                if not is_note and not any(part.startswith((".", "__", "torchinductor")) for part in path.parts):
                     refusals.found(doing, path)
 
 

@@ -101,6 +101,7 @@ def calibrated(config):
 
 def test_a_calibrated_trial_shows_the_processes_that_it_ran_with(calibrated):
     trial = calibrated
+    assert not [text for text in trial.warnings if "from writing" in text]  # nobody but kit has
     assert trial.asked.loader.num_workers == 0
     for found in (trial.config, again(trial), kit.Config.load(trial.paths.config)):
         assert (found.loader.num_workers, found.loader.prefetch_factor, found.loader.batch_size) == (2, 3, 2)
