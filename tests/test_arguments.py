@@ -80,15 +80,16 @@ def test_a_fit_without_a_config_takes_the_defaults(tmp_path, monkeypatch):
     assert trial.config.name == kit.Config().name
 
 
-@pytest.mark.parametrize("shown", [kit.panel, kit.memory.panel])
-def test_a_panel_without_a_config_takes_the_defaults(shown, tmp_path, monkeypatch):
+@pytest.mark.parametrize(("shown", "batch_size"), [(kit.panel, 4), (kit.memory.panel, kit.Config().loader.batch_size)])
+def test_a_panel_without_a_config_takes_the_defaults(shown, batch_size, tmp_path, monkeypatch):
+    """And the batches of the data itself, where it shows what a fit would run."""
     from kit.testing import TinyData, TinyModule
 
     monkeypatch.chdir(tmp_path)
     panel = shown(TinyModule, TinyData)
     held = panel.config, panel._module, panel._data
     panel.close()
-    assert held == (kit.Config(), TinyModule, TinyData)
+    assert held == (kit.Config().replace({"loader.batch_size": batch_size}), TinyModule, TinyData)
 
 
 def test_a_recommendation_in_the_order_of_before_warns_and_works():

@@ -189,7 +189,10 @@ def test_the_training_alone_bounds_what_a_diagnosis_promises_of_reading(config):
         assert "training alone takes" in finding.sentence
         assert finding.predicted_gain is None or finding.predicted_gain <= step / alone
     opened = RunSource.of([trial])
-    assert training_alone(replace(found.evidence, shares=shares(wait=0.01)), opened) == (None, [])
+    quiet = replace(found.evidence, shares=shares(wait=0.01), queued_fraction=0.0)
+    assert training_alone(quiet, opened) == (None, [])
+    beside, _ = training_alone(replace(quiet, queued_fraction=0.5), opened)
+    assert beside >= 0.05, "also where it waits for cores beside its loader"
     own, _ = training_alone(replace(found.evidence, workers=0), opened)
     assert own >= 0.05, "also where the training thread reads"
 
@@ -272,7 +275,7 @@ class Logged(TinyModule):
     """Its logger takes most of a step."""
 
     def training_step(self, batch, batch_idx):
-        self.logger.experiment.add_image("x", torch.ones(3, 512, 512), self.global_step)
+        self.logger.experiment.add_image("x", torch.ones(3, 1024, 1024), self.global_step)
         return super().training_step(batch, batch_idx)
 
 

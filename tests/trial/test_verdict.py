@@ -80,7 +80,7 @@ def test_a_kill_from_outside_is_host_memory_only_when_the_system_counted_it(path
     say(paths, 0, step(3))
     told = judge(paths, [end(0, KILLED)], None, LIMITS, True)
     assert told.cause == "host_oom"
-    assert re.search("host memory .*rank 0 .*step 3; .*1 GiB$", told.message)
+    assert re.search("host memory .*rank 0 .*step 3, .*1 GiB$", told.message)
     assert judge(paths, [end(0, KILLED)], None, LIMITS, False).cause == "killed"
 
 
