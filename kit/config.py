@@ -593,7 +593,7 @@ def _message(path: str, info: FieldInfo | None, detail: Mapping[str, Any], targe
         meant = _meant_by(path, given)
         spelled = {choice.lower(): choice for choice in info.choices}
         close = [spelled[one] for one in difflib.get_close_matches(given.lower(), spelled, n=1)]
-        close = [one for one in ([meant] if meant else close) if str(one) != given]
+        close = [one for one in ([meant] if meant else close) if repr(one) != repr(value)]
         meaning = "" if close and path != "name" else f" {info.help}"
         return f"{shown} is not accepted" + (f"; did you mean {close[0]!r}?" if close else ".") + meaning
     return f"{text}, got {shown}. {info.help}"
