@@ -345,10 +345,17 @@ class ConfigPanel(Handle):
         if (name := _name_of(self._base)) is not None:
             unnamed = self.config.as_code() if self._base == Config() or not panel else f"{panel}.config"
             config = config.replace("config", name, 1) if name else unnamed
-        parts = {part: getattr(self, part) for part in ("module", "data") if getattr(self, part) is not None}
-        made = {part: f"{type(value).__name__}(...)" if panel == "" else part for part, value in parts.items()}
-        named = {part: _code_of(value, f"{panel}.{part}" if panel else made[part]) for part, value in parts.items()}
-        return ", ".join([config, *(name if "module" in named else f"data={name}" for name in named.values())])
+        module = [] if self._module is None else [self._called("module")]
+        data = [] if self._data is None else [("" if module else "data=") + self._called("data")]
+        return ", ".join([config, *module, *data])
+
+    def _called(self, part: str) -> str:
+        """What stands for `module` or `data` in a line of code."""
+        value, panel = getattr(self, part), _name_of(self)
+        if panel is None:
+            return part
+        unnamed = f"{panel}.{part}" if panel else f"{type(value).__name__}(...)"
+        return _name_of(value) or (json.dumps(value) if isinstance(value, str) else unnamed)
 
     def __repr__(self) -> str:
         return f"{type(self).__name__} of {self.config!r}"
@@ -443,17 +450,12 @@ def _forget(handles: Iterable[Handle]) -> None:
             setattr(shell.displayhook, name, "")
 
 
-def _code_of(value: Any, otherwise: str) -> str:
-    """What stands for a module or for data in a line of code."""
-    name = _name_of(value)
-    return otherwise if name is None else name or (json.dumps(value) if isinstance(value, str) else otherwise)
-
-
 def _name_of(value: Any) -> str | None:
     """The name of an object in the notebook, empty where it has none; None where this is no notebook."""
     if "IPython" not in sys.modules or (shell := _shell()) is None:
         return None
-    return next((name for name, one in shell.user_ns.items() if one is value and not name.startswith("_")), "")
+    names = list(shell.user_ns.items())  # a cell that runs meanwhile adds others
+    return next((name for name, one in names if one is value and not name.startswith("_")), "")
 
 
 def _shell() -> Any:
